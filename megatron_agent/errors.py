@@ -1,0 +1,37 @@
+"""Errors a user can cause and mend: each names what, where and the remedy. The CLI prints them without a traceback."""
+
+
+class MegatronAgentError(Exception):
+    """Base of all errors with a remedy; `exit_code` is what the command line returns."""
+
+    exit_code = 2
+
+
+class ConfigError(MegatronAgentError, ValueError):
+    """A YAML file, override or combination of options that cannot run."""
+
+
+class DataError(MegatronAgentError, ValueError):
+    """A dataset file or row that cannot be used; names file and line."""
+
+
+class ModelFolderError(MegatronAgentError, ValueError):
+    """An HF folder that is missing something, or a model family that is not supported."""
+
+
+class CheckpointError(MegatronAgentError, RuntimeError):
+    """A checkpoint that cannot be written or read."""
+
+    exit_code = 3
+
+
+class FleetError(MegatronAgentError, RuntimeError):
+    """The rollout fleet could not start, answer in time, or be restarted."""
+
+    exit_code = 4
+
+
+class WeightSyncError(MegatronAgentError, RuntimeError):
+    """Weights did not arrive whole; names the tensor and both checksums."""
+
+    exit_code = 5
