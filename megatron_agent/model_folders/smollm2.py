@@ -10,13 +10,21 @@ def build(folder: str | Path) -> None:
     """Write config.json, fp32 safetensors and the tokenizer to `folder`; needs the `smollm2` extra."""
     gguf_file = _find_gguf()
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
-    model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
-    if hasattr(model, "dequantize") and getattr(model, "is_quantized", False):
-        model = model.dequantize()
-    model.config.__dict__.pop("quantization_config", None)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        gguf_file.parent,
+        gguf_file=gguf_file.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    # A plain model of the same class: the loaded one still calls itself quantized and refuses to be saved densely.
+    config = quantized.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = type(quantized)(config)
+    model.load_state_dict(quantized.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
