@@ -1,0 +1,51 @@
+"""What a policy loss sees, and masked sums over it.
+
+A loss is a pure function of one microbatch: it returns a *sum*; the caller divides by a denominator
+that is the same for the whole batch. So the gradient cannot depend on how the batch was split.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_agent.config import LossConfig
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are cut here before exp: the clip decides long before, and inf times a zero gradient would be NaN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """One microbatch's per-token values, all float32 [T] on one device, finite and 0 where masked."""
+
+    mask: torch.Tensor
+    """bool [T]; True where the token is trained."""
+    weights: torch.Tensor
+    """Factor of each token's term; 0 where masked."""
+    advantages: torch.Tensor
+    logprobs: torch.Tensor
+    """Of the policy that is trained; carries the gradient."""
+    old_logprobs: torch.Tensor
+    """Denominator of the ratio; no gradient."""
+    entropy: torch.Tensor
+    reference_logprobs: torch.Tensor | None = None
+    """Of the frozen reference model; None without a KL term."""
+
+
+class PolicyLoss(Protocol):
+    """Returns the weighted sum of the loss terms (scalar with gradient) and metric sums over trained tokens."""
+
+    def __call__(
+        self, inputs: LossInputs, config: LossConfig
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
+
+
+def select(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` where trained and 0 elsewhere. A NaN at a masked position is gone, forward and backward."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def weighted_sum(inputs: LossInputs, terms: torch.Tensor) -> torch.Tensor:
+    """Scalar: sum of weights * terms over trained tokens."""
+    return (inputs.weights * select(inputs.mask, terms)).sum()

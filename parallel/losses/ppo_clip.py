@@ -1,0 +1,34 @@
+"""PPO's clipped surrogate (Schulman et al. 2017), with asymmetric bounds and the optional dual clip (Ye et al. 2020).
+
+Per token, with r = exp(log p - log p_old) and advantage A:
+
+    L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+    L = min(L, -A dual_clip)                                  where A < 0 and dual_clip is set
+
+The dual clip bounds the loss of a token with negative advantage whose ratio has run away upwards.
+"""
+
+import torch
+
+from megatron_agent.config import LossConfig
+from parallel.losses.base import MAX_LOG_RATIO, LossInputs, select, weighted_sum
+
+
+def ppo_clip(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of clipped surrogate terms; metric sums `ratio` and `clipped` (tokens whose gradient a clip stopped)."""
+    log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    unclipped = -inputs.advantages * ratio
+    clipped = -inputs.advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    terms = torch.maximum(unclipped, clipped)
+    stopped = clipped > unclipped
+    if config.dual_clip is not None:
+        bound = -inputs.advantages * config.dual_clip
+        negative = inputs.advantages < 0
+        stopped = stopped | (negative & (terms > bound))
+        terms = torch.where(negative, torch.minimum(terms, bound), terms)
+    sums = {
+        "ratio": select(inputs.mask, ratio.detach()).sum(),
+        "clipped": (stopped & inputs.mask).sum(),
+    }
+    return weighted_sum(inputs, terms), sums
