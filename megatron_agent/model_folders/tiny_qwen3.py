@@ -29,6 +29,7 @@ WORDS = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>",
     "system", "user", "assistant", "tool", "left", "right", "up", "down", "row", "column", "goal", "hole", "ice",
     "start", "yes", "no", "you", "are", "at", "the", "move", "stay",
+    *(f"{file}{rank}" for file in "abcdefgh" for rank in range(1, 9)),
 )  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def make_tokenizer(max_positions: int):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(word, single_word=word.isalpha(), normalized=False) for word in WORDS])
+    tokenizer.add_tokens([AddedToken(word, single_word=word.isalnum(), normalized=False) for word in WORDS])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
