@@ -1,5 +1,8 @@
 """Errors a user can cause and mend: each names what, where and the remedy. The CLI prints them without a traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class MegatronAgentError(Exception):
     """Base of all errors with a remedy; `exit_code` is what the command line returns."""
@@ -35,3 +38,16 @@ class WeightSyncError(MegatronAgentError, RuntimeError):
     """Weights did not arrive whole; names the tensor and both checksums."""
 
     exit_code = 5
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The remedy for a wrong name: the nearest known one, or all of them when none is near."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(names) or 'none'}"
+
+
+class TrainingError(MegatronAgentError, RuntimeError):
+    """An update that would have ruined the weights; they are still those of the update before."""
+
+    exit_code = 6

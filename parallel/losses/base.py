@@ -33,12 +33,21 @@ class LossInputs:
     """Of the frozen reference model; None without a KL term."""
 
 
+@dataclass(frozen=True, slots=True)
+class MetricTerms:
+    """What one microbatch contributes to the batch's metrics; scalars, adding up exactly over any split."""
+
+    sums: dict[str, torch.Tensor]
+    """`loss` and `policy_loss` are weighted like the loss and want the batch's denominator; the others are plain
+    sums over trained tokens and want the number of tokens."""
+    maxima: dict[str, torch.Tensor]
+    """Largest value over trained tokens; 0 where there is none."""
+
+
 class PolicyLoss(Protocol):
     """Returns the weighted sum of the loss terms (scalar with gradient) and metric sums over trained tokens."""
 
-    def __call__(
-        self, inputs: LossInputs, config: LossConfig
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
+    def __call__(self, inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
 
 
 def select(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,11 @@ The dual clip bounds the loss of a token with negative advantage whose ratio has
 import torch
 
 from megatron_agent.config import LossConfig
-from parallel.losses.base import MAX_LOG_RATIO, LossInputs, select, weighted_sum
+from parallel.losses.base import MAX_LOG_RATIO, LossInputs, weighted_sum
 
 
 def ppo_clip(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of clipped surrogate terms; metric sums `ratio` and `clipped` (tokens whose gradient a clip stopped)."""
+    """Sum of clipped surrogate terms; metric sum `clip_frac` counts the tokens whose gradient a clip stopped."""
     log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     unclipped = -inputs.advantages * ratio
@@ -27,8 +27,4 @@ def ppo_clip(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, dict
         negative = inputs.advantages < 0
         stopped = stopped | (negative & (terms > bound))
         terms = torch.where(negative, torch.minimum(terms, bound), terms)
-    sums = {
-        "ratio": select(inputs.mask, ratio.detach()).sum(),
-        "clipped": (stopped & inputs.mask).sum(),
-    }
-    return weighted_sum(inputs, terms), sums
+    return weighted_sum(inputs, terms), {"clip_frac": (stopped & inputs.mask).sum()}

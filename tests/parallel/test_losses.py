@@ -54,8 +54,7 @@ def test_ppo_clip_by_hand(ratio, advantage, loss, gradient, clipped):
     total.backward()
     assert total.item() == pytest.approx(loss, rel=1e-12)
     assert inputs.logprobs.grad.item() == pytest.approx(gradient, rel=1e-12, abs=1e-15)
-    assert sums["ratio"].item() == pytest.approx(ratio)
-    assert sums["clipped"].item() == clipped
+    assert sums["clip_frac"].item() == clipped
 
 
 def test_dual_clip_bounds_only_negative_advantages():
@@ -64,7 +63,7 @@ def test_dual_clip_bounds_only_negative_advantages():
     total.backward()
     assert total.item() == pytest.approx(3.0 - 1.3)  # min(5, 3) for the bad token, -1.3 for the good one
     assert inputs.logprobs.grad.tolist() == [0.0, 0.0]
-    assert sums["clipped"].item() == 2
+    assert sums["clip_frac"].item() == 2
 
 
 def test_ppo_clip_equals_the_min_form_of_the_paper():
@@ -114,8 +113,8 @@ def test_nan_at_masked_positions_stays_out(name):
     )
     algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}, "entropy_coef": 0.01})
     if name == "policy":
-        loss, sums = rl_objective(inputs, algorithm)
-        assert all(torch.isfinite(value) for value in sums.values())
+        loss, metrics = rl_objective(inputs, algorithm)
+        assert all(torch.isfinite(value) for value in (metrics.sums | metrics.maxima).values())
     else:
         loss = negative_log_likelihood(inputs)
     loss.backward()
@@ -126,10 +125,10 @@ def test_nan_at_masked_positions_stays_out(name):
 
 def test_all_masked_microbatch_is_zero_with_a_zero_gradient():
     inputs = inputs_for(ratios=[1.0, 3.0], advantages=[1.0, -1.0], mask=[False, False])
-    loss, sums = rl_objective(inputs, AlgorithmConfig())
+    loss, metrics = rl_objective(inputs, AlgorithmConfig())
     loss.backward()
     assert loss.item() == 0.0
-    assert all(value.item() == 0.0 for value in sums.values())
+    assert all(value.item() == 0.0 for value in (metrics.sums | metrics.maxima).values())
     assert inputs.logprobs.grad.tolist() == [0.0, 0.0]
 
 
@@ -137,9 +136,11 @@ def test_denominator_counts_only_trained_tokens():
     """12 response tokens of which 9 are trained: a mean over tokens divides by 9."""
     mask = [True] * 9 + [False] * 3
     inputs = inputs_for(ratios=[1.0] * 12, advantages=[2.0] * 12, mask=mask)
-    loss, sums = rl_objective(inputs, AlgorithmConfig())
-    assert loss.item() / sum(mask) == pytest.approx(-2.0)
-    assert sums["ratio"].item() == pytest.approx(9.0)
+    loss, metrics = rl_objective(inputs, AlgorithmConfig())
+    assert metrics.sums["num_tokens"].item() == 9
+    assert loss.item() / 9 == pytest.approx(-2.0)
+    assert metrics.sums["ratio_mean"].item() == pytest.approx(9.0)
+    assert metrics.maxima["ratio_max"].item() == pytest.approx(1.0)
 
 
 def test_kl_estimators_by_hand():
@@ -164,7 +165,8 @@ def test_objective_adds_kl_and_subtracts_entropy():
         ratios=[1.0, 1.0], advantages=[1.0, 0.0], entropy=[0.7, 0.1], reference=[-1.5, -1.0], weights=[0.5, 2.0]
     )
     algorithm = AlgorithmConfig.model_validate({"kl": {"coef": 0.2, "estimator": "k2"}, "entropy_coef": 0.1})
-    loss, sums = rl_objective(inputs, algorithm)
+    loss, metrics = rl_objective(inputs, algorithm)
+    sums = metrics.sums
     # policy: 0.5 * -1; KL: 0.2 * 0.5 * 0.5^2 / 2; entropy: 0.1 * (0.5 * 0.7 + 2 * 0.1)
     assert loss.item() == pytest.approx(-0.5 + 0.0125 - 0.055)
     assert sums["policy_loss"].item() == pytest.approx(-0.5)

@@ -1,0 +1,35 @@
+"""The frozen reference model of the KL term: the base model's weights, never those of a resumed policy."""
+
+import torch
+
+from megatron_agent.config import ExperimentConfig
+from parallel import process_groups
+from parallel.forward import compute_logprobs
+from parallel.hf_folder import load_hf_weights
+from parallel.model import build_model, read_hf_config
+from trajectory.packing import PackedMicrobatch
+
+
+class ReferenceModel:
+    """Scores tokens with the base model. Its weights wait in host memory and visit the device to score."""
+
+    def __init__(self, config: ExperimentConfig):
+        """Collective: every rank builds and loads its part of `model.path`."""
+        self._temperature = config.rollout.temperature
+        self._vocab_size = read_hf_config(config.model.path).vocab_size
+        self._chunks = build_model(config.model.path, config=config, for_training=False)
+        load_hf_weights(self._chunks, config.model.path)
+        self._move_to(torch.device("cpu"))
+
+    def compute_logprobs(self, microbatches: list[PackedMicrobatch]) -> list[torch.Tensor]:
+        """Log-probs of the trained tokens: one float32 [T] CPU tensor per microbatch, 0 where masked. Collective."""
+        self._move_to(process_groups.device())
+        logprobs = compute_logprobs(
+            self._chunks, microbatches, vocab_size=self._vocab_size, temperature=self._temperature
+        )
+        self._move_to(torch.device("cpu"))
+        return logprobs
+
+    def _move_to(self, device: torch.device) -> None:
+        for chunk in self._chunks:
+            chunk.to(device)
