@@ -15,6 +15,7 @@ import torch
 
 # Modules that create tensors with device="cuda" spelled out; each gets a `torch` whose factories ignore that.
 _MODULES_NAMING_CUDA = (
+    "megatron.core.utils",
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.optimizer.optimizer",
     "megatron.core.optimizer.clip_grads",
