@@ -6,6 +6,7 @@ one padded batch, and a causal kernel never looks at padding that lies behind ev
 Shapes: T tokens of the row, H query heads, G key-value heads of this tensor rank, D head dimension.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +58,7 @@ def packed_row(position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> PackedRo
     """
     bounds = cu_seqlens.tolist()
     device = position_ids.device
-    lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
     cu_seqlens = cu_seqlens.to(device=device, dtype=torch.int32)
     batches, slot_of_token = _plan_batches(bounds[:-1], lengths, bounds[-1])
     return PackedRow(
@@ -151,9 +152,7 @@ class PackedAttention(torch.nn.Module):
         slot_of_token = packed_seq_params.slot_of_token
         return output if slot_of_token is None else output.index_select(0, slot_of_token)
 
-    def _attend(
-        self, batch: SegmentBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, batch: SegmentBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """One causal attention call -> [num_segments * longest, H * D]."""
         query, key, value = (_batch_of(batch, x) for x in (query, key, value))
         output = F.scaled_dot_product_attention(

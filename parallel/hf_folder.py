@@ -1,14 +1,11 @@
 """Loads a Hugging Face folder into the ranks' parameters and exports one, without a whole model in any memory."""
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from megatron_agent.errors import ModelFolderError
@@ -77,9 +74,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> No
         _load(weight, parameter, files)
 
 
-def _held_weights(
-    chunks: Sequence[torch.nn.Module], hf_config: Any
-) -> list[tuple[Weight, torch.nn.Parameter]]:
+def _held_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> list[tuple[Weight, torch.nn.Parameter]]:
     """Each parameter of this rank with its description, a tied output layer on its own stage included."""
     family, tensor_size = family_for(hf_config), process_groups.tensor_size()
     by_name = {weight.megatron_name: weight for _, weight in all_weights(hf_config)}

@@ -17,7 +17,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from transformers import AutoConfig
 
@@ -118,7 +117,8 @@ def _check_split(hf_config: Any, parallel: ParallelConfig) -> None:
         )
     if layers % parallel.pipeline:
         raise ConfigError(
-            f"parallel.pipeline {parallel.pipeline} does not divide the model's {layers} layers; choose a size that does"
+            f"parallel.pipeline {parallel.pipeline} does not divide the model's {layers} layers; "
+            "choose a size that does"
         )
 
 
@@ -162,7 +162,7 @@ def _recompute_options(parallel: ParallelConfig) -> dict[str, Any]:
 def _block_spec(config: TransformerConfig, inv_freq: torch.Tensor, *, use_te: bool) -> Any:
     if use_te:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
@@ -170,5 +170,6 @@ def _block_spec(config: TransformerConfig, inv_freq: torch.Tensor, *, use_te: bo
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm  # type: ignore[arg-type]
+        layer_specs=[layer] * get_num_layers_to_build(config),
+        layer_norm=RMSNorm,  # type: ignore[arg-type]
     )

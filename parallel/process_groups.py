@@ -39,7 +39,7 @@ def initialize(parallel: ParallelConfig, device: torch.device, *, seed: int) -> 
         distributed_timeout_minutes=math.ceil(parallel.timeout_s / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    _cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+    _cpu_group = _member(dist.new_group(backend="gloo", timeout=timeout))
     _device = device
 
 
@@ -69,6 +69,12 @@ def shutdown() -> None:
     _device = _cpu_group = None
 
 
+def _member(group: object) -> dist.ProcessGroup:
+    """Torch types a group as optional, or as an int where this rank is no member; every rank is in ours."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def device() -> torch.device:
     """This rank's device."""
     assert _device is not None, "process_groups.initialize() was not called"
@@ -85,28 +91,28 @@ def tensor_group() -> dist.ProcessGroup:
     """Ranks that hold the slices of the same layers."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_tensor_model_parallel_group()
+    return _member(parallel_state.get_tensor_model_parallel_group())
 
 
 def pipeline_group() -> dist.ProcessGroup:
     """Ranks that hold the successive layers of one model copy, for one tensor rank."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_pipeline_model_parallel_group()
+    return _member(parallel_state.get_pipeline_model_parallel_group())
 
 
 def data_group() -> dist.ProcessGroup:
     """Ranks that hold the same weights and work on different rows."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_data_parallel_group()
+    return _member(parallel_state.get_data_parallel_group())
 
 
 def model_parallel_group() -> dist.ProcessGroup:
     """Ranks that together hold one model copy (tensor x pipeline)."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_model_parallel_group()
+    return _member(parallel_state.get_model_parallel_group())
 
 
 def tensor_rank() -> int:

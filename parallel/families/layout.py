@@ -89,9 +89,7 @@ def split_vocabulary(megatron_name: str, source: Source, padded_size: int) -> We
     return Weight(megatron_name=megatron_name, sources=(source,), dim=0, runs=tuple(runs))
 
 
-def interleave_qkv(
-    megatron_name: str, query: Source, key: Source, value: Source, *, num_groups: int
-) -> Weight:
+def interleave_qkv(megatron_name: str, query: Source, key: Source, value: Source, *, num_groups: int) -> Weight:
     """Megatron's QKV: for each key-value head its query heads, then the key head, then the value head."""
     query_rows, kv_rows = query.shape[0] // num_groups, key.shape[0] // num_groups
     runs: list[Run] = []
@@ -115,15 +113,21 @@ def alternate_gate_up(megatron_name: str, gate: Source, up: Source, *, tensor_si
 
 
 def assemble(weight: Weight, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join the tensor ranks' shards to the Hugging Face tensors: name -> contiguous tensor. Padding is dropped."""
+    """Join the tensor ranks' shards to the Hugging Face tensors: name -> contiguous tensor. Padding is dropped.
+
+    A tensor that lies in one shard in one piece comes back as a view of it.
+    """
     if weight.dim is None:
         return {weight.sources[0].name: shards[0].contiguous()}
-    sources = [shards[0].new_empty(source.shape) for source in weight.sources]
+    pieces: list[list[tuple[int, torch.Tensor]]] = [[] for _ in weight.sources]
     for rank, shard in enumerate(shards):
         position = 0
         for run in weight.runs_of_rank(rank, len(shards)):
             if run.source is not None:
-                part = shard.narrow(weight.dim, position, run.length)
-                sources[run.source].narrow(weight.dim, run.start, run.length).copy_(part)
+                pieces[run.source].append((run.start, shard.narrow(weight.dim, position, run.length)))
             position += run.length
-    return {source.name: tensor for source, tensor in zip(weight.sources, sources, strict=True)}
+    tensors = {}
+    for source, parts in zip(weight.sources, pieces, strict=True):
+        ordered = [part for _, part in sorted(parts, key=lambda item: item[0])]
+        tensors[source.name] = (ordered[0] if len(ordered) == 1 else torch.cat(ordered, weight.dim)).contiguous()
+    return tensors
