@@ -137,7 +137,10 @@ def _transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        perform_initialization=False,  # the weights come from a folder
+        # Weights come from a folder. Initialization still runs, with nothing to do: it is also what marks a weight as
+        # split over tensor ranks, which the gradient norm reads to count each element once.
+        init_method=_leave_uninitialized,
+        output_layer_init_method=_leave_uninitialized,
         variable_seq_lengths=True,  # rows differ in length between microbatches
         moe_token_dispatcher_type="alltoall",  # the only one that allows it, also in a model without experts
         deallocate_pipeline_outputs=True,
@@ -149,6 +152,10 @@ def _transformer_config(
         bias_dropout_fusion=on_cuda,
         apply_rope_fusion=use_te,
     )
+
+
+def _leave_uninitialized(_weight: torch.Tensor) -> None:
+    pass
 
 
 def _recompute_options(parallel: ParallelConfig) -> dict[str, Any]:

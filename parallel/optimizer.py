@@ -91,7 +91,10 @@ def learning_rate(update: int, *, options: OptimizerConfig, peak: float, total_u
 
 
 class LrScheduler:
-    """Keeps the optimizer's groups at the learning rate of the next update."""
+    """Keeps the optimizer's groups at the learning rate of the next update and at the other options of the run.
+
+    All of them are set again after a checkpoint was loaded, which brings those of the run that wrote it.
+    """
 
     def __init__(self, optimizer, options: OptimizerConfig, *, total_updates: int, peak: float | None = None):
         self._optimizer = optimizer
@@ -128,3 +131,7 @@ class LrScheduler:
     def _apply(self) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr
+            group["betas"] = self._options.betas
+            group["eps"] = self._options.eps
+            # Megatron marks biases and norms with wd_mult 0 and leaves the multiplication to the scheduler.
+            group["weight_decay"] = self._options.weight_decay * group["wd_mult"]

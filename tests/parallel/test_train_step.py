@@ -1,0 +1,170 @@
+"""The trainer's numbers do not depend on packing, microbatches or parallel sizes; and they are the right ones.
+
+One group of one rank and one group of four run all jobs; the tests look at what they left. The reference for the
+one-rank run is plain transformers, autograd and torch's AdamW, one sample at a time.
+"""
+
+import math
+
+import pytest
+import torch
+import trainer_rows
+from trainer_launch import launch, log_tail, result
+from transformers import AutoModelForCausalLM
+
+from megatron_agent.model_folders.tiny_qwen3 import build
+
+PACKINGS = [name for name in trainer_rows.PACKINGS if name != "one_sample_a_row"]
+ONE_RANK = {
+    "full_recompute": {"parallel": {"recompute": "full"}},
+    "selective_recompute": {"parallel": {"recompute": "selective"}},
+    "distributed_optimizer": {"parallel": {"distributed_optimizer": True}},
+}
+FOUR_RANKS = {
+    "tp2_dp2": {"tensor": 2},
+    "pp2_dp2": {"pipeline": 2},
+    "tp2_pp2": {"tensor": 2, "pipeline": 2},
+    "tp2_sp_dp2": {"tensor": 2, "sequence": True},
+    "tp2_sp_pp2": {"tensor": 2, "pipeline": 2, "sequence": True},
+    "tp2_sp_pp2_recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full"},
+    "dp4": {},
+    "dp4_distributed_optimizer": {"distributed_optimizer": True},
+    "tp2_dp2_distributed_optimizer": {"tensor": 2, "distributed_optimizer": True},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train_step")
+    build(folder / "tied")
+    build(folder / "untied", tied=False)
+    base = {"model": str(folder / "tied"), "packing": "one_sample_a_row", "updates": 2}
+    one_rank = [base | {"name": "base"}]
+    one_rank += [base | {"name": "base_trajectory", "denominator": "trajectory"}]
+    one_rank += [base | {"name": "base_untied", "model": str(folder / "untied")}]
+    one_rank += [base | {"name": "first_update", "updates": 1}]
+    one_rank += [base | {"name": packing, "packing": packing} for packing in PACKINGS]
+    one_rank += [base | {"name": name, "packing": "four_rows"} | options for name, options in ONE_RANK.items()]
+    on_policy = base | {"updates": 1, "recompute_old": True, "packing": "four_rows", "temperature": 0.5}
+    one_rank += [on_policy | {"name": "on_policy"}, on_policy | {"name": "on_policy_bf16", "dtype": "bf16"}]
+    bf16 = base | {"name": "bf16_distributed_optimizer", "dtype": "bf16"}
+    one_rank += [base | {"name": "bf16", "dtype": "bf16"}, bf16 | {"parallel": {"distributed_optimizer": True}}]
+    shuffled = base | {"packing": "four_rows_shuffled"}  # on dp4, one rank has nothing but padding
+    four_ranks = [shuffled | {"name": name, "parallel": sizes} for name, sizes in FOUR_RANKS.items()]
+    untied = {"model": str(folder / "untied"), "parallel": FOUR_RANKS["tp2_pp2"], "name": "tp2_pp2_untied"}
+    trajectory = {"denominator": "trajectory", "parallel": FOUR_RANKS["tp2_pp2"], "name": "tp2_pp2_trajectory"}
+    four_ranks += [shuffled | untied, shuffled | trajectory]
+    assert launch(one_rank, folder, world_size=1) == [0], log_tail(folder)
+    assert launch(four_ranks, folder, world_size=4) == [0] * 4, log_tail(folder)
+    return folder
+
+
+def assert_same_run(folder, name: str, base: str, rel: float) -> None:
+    """Loss, gradient norm and every other metric of each update, and the parameters after the last one."""
+    ours, theirs = result(folder, name), result(folder, base)
+    for got, want in zip(ours.metrics, theirs.metrics, strict=True):
+        assert got == pytest.approx(want, rel=rel, abs=1e-7)
+    assert ours.weights.keys() == theirs.weights.keys()
+    for key, want in theirs.weights.items():
+        assert (ours.weights[key] - want).norm() <= rel * want.norm(), key
+
+
+@pytest.mark.parametrize("name", [*PACKINGS, *ONE_RANK])
+def test_packing_and_recompute_on_one_rank(runs, name):
+    assert_same_run(runs, name, "base", rel=1e-5)
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_gradient_of_any_number_of_microbatches(runs, name):
+    """8, 4, 2 or 1 microbatches: loss and gradient of the first update agree to 1e-6."""
+    got, want = result(runs, name).metrics[0], result(runs, "base").metrics[0]
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-6)
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_parallel_sizes(runs, name):
+    assert_same_run(runs, name, "base", rel=1e-5)
+
+
+def test_parallel_untied_embeddings(runs):
+    assert_same_run(runs, "tp2_pp2_untied", "base_untied", rel=1e-5)
+
+
+def test_parallel_trajectory_denominator(runs):
+    assert_same_run(runs, "tp2_pp2_trajectory", "base_trajectory", rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["on_policy", "on_policy_bf16"])
+def test_ratio_of_the_first_update_is_exactly_one(runs, name):
+    metrics = result(runs, name).metrics[0]
+    assert metrics["ratio_mean"] == 1.0
+    assert metrics["ratio_max"] == 1.0
+    assert metrics["clip_frac"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16_distributed_optimizer"])
+def test_bf16_accumulates_gradients_in_fp32(runs, name):
+    outcome = result(runs, name)
+    assert outcome.extra["main_grad_dtypes"] == ["torch.float32"]
+    assert all(weight.dtype == torch.bfloat16 for weight in outcome.weights.values())
+    assert outcome.metrics[0]["loss"] == pytest.approx(result(runs, "base").metrics[0]["loss"], rel=0.05)
+
+
+def plain_update(folder, temperature: float = 1.0, kind: str = "token"):
+    """One update by transformers, autograd and torch's AdamW; returns loss, gradient norm and parameters."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    samples = trainer_rows.make_samples()
+    total = trainer_rows.denominator(samples, kind)
+    loss_value = 0.0
+    for sample in samples:
+        logits = model(input_ids=sample.token_ids[None], use_cache=False).logits[0] / temperature
+        log_p = logits[:-1].log_softmax(-1)
+        logprobs = log_p.gather(1, sample.token_ids[1:, None]).squeeze(1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        trained, advantages = sample.mask[1:], sample.advantages[1:]
+        ratio = (logprobs - sample.old_logprobs[1:]).exp()
+        surrogate = torch.min(ratio * advantages, ratio.clamp(0.8, 1.25) * advantages)
+        difference = sample.reference_logprobs[1:] - logprobs
+        kl = difference.exp() - 1 - difference
+        terms = -surrogate + 0.1 * kl - 0.01 * entropy
+        loss = (terms * trainer_rows.weights(sample, kind)[1:])[trained].sum() / total
+        loss.backward()
+        loss_value += loss.item()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad.mul_(min(1.0, 0.5 / (norm + 1e-6)))
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-6).step()
+    return loss_value, norm, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "kind"),
+    [
+        ("first_update", "tied", "token"),
+        ("base_trajectory", "tied", "trajectory"),
+        ("base_untied", "untied", "token"),
+    ],
+)
+def test_update_equals_plain_transformers(runs, name, model, kind):
+    loss, norm, parameters = plain_update(runs / model, kind=kind)
+    outcome = result(runs, name)
+    assert outcome.metrics[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert outcome.metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    if name == "first_update":
+        for key, weight in outcome.weights.items():
+            want = parameters[key].detach()
+            assert (weight - want).norm() <= 1e-5 * want.norm(), key
+
+
+def test_metrics_are_means_over_trained_tokens(runs):
+    samples = trainer_rows.make_samples()
+    trained = sum(int(sample.mask.sum()) for sample in samples)
+    metrics = result(runs, "base").metrics[0]
+    assert metrics["num_tokens"] == trained
+    assert 0 < metrics["clip_frac"] < 1
+    assert 5 < metrics["entropy"] < math.log(400)
