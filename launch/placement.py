@@ -1,0 +1,68 @@
+"""How many trainer ranks run where, and which GPUs are left to the fleet."""
+
+from dataclasses import dataclass
+
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLayout:
+    """The trainer's ranks over its nodes."""
+
+    nodes: int
+    ranks_per_node: int
+    data: int
+    """Data-parallel size."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def trainer_layout(config: ExperimentConfig) -> TrainerLayout:
+    """The ranks that the configuration asks for.
+
+    Without `parallel.data`, one replica runs on one node, and several nodes are filled with their GPUs. Raises
+    ConfigError, naming both numbers, where the ranks do not fit the nodes.
+    """
+    parallel, cluster = config.parallel, config.cluster
+    nodes, gpus = cluster.trainer_nodes, cluster.gpus_per_node
+    replica = parallel.tensor * parallel.pipeline
+    replica_text = f"parallel.tensor {parallel.tensor} x parallel.pipeline {parallel.pipeline} = {replica} ranks"
+    if parallel.data is not None:
+        data = parallel.data
+    elif nodes > 1 and gpus > 0:
+        if nodes * gpus % replica:
+            raise ConfigError(
+                f"{nodes} trainer nodes x {gpus} GPUs = {nodes * gpus} ranks cannot be divided by {replica_text}; "
+                "change one of them, or set parallel.data"
+            )
+        data = nodes * gpus // replica
+    else:
+        data = 1
+    world_size = replica * data
+    if world_size % nodes:
+        raise ConfigError(
+            f"{replica_text}, x {data} data parallel = {world_size}, cannot be divided by "
+            f"cluster.trainer_nodes {nodes}; change one of them"
+        )
+    ranks_per_node = world_size // nodes
+    if gpus and ranks_per_node > gpus:
+        raise ConfigError(
+            f"{ranks_per_node} trainer ranks per node ({replica_text}, x {data} data parallel, on {nodes} nodes) need "
+            f"more than cluster.gpus_per_node {gpus}; use more trainer nodes or smaller parallel sizes"
+        )
+    return TrainerLayout(nodes=nodes, ranks_per_node=ranks_per_node, data=data)
+
+
+def fleet_gpus(config: ExperimentConfig) -> list[int]:
+    """Indices of the GPUs on a trainer node that the fleet may use; empty on CPU or with nodes of its own.
+
+    Colocated fleets share all of the node's GPUs, others get those behind the trainer's ranks.
+    """
+    cluster = config.cluster
+    if cluster.gpus_per_node == 0 or cluster.rollout_nodes > 0:
+        return []
+    first = 0 if cluster.colocate else trainer_layout(config).ranks_per_node
+    return list(range(first, cluster.gpus_per_node))
