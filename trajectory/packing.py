@@ -1,8 +1,13 @@
 """Packed rows: the record that the trainer's forward and backward pass consumes, and the plan that fills it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from trajectory.row_plan import assign_rows
+from trajectory.samples import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +47,47 @@ class PackedMicrobatch:
     def num_tokens(self) -> int:
         """T, padding included."""
         return self.token_ids.numel()
+
+
+def plan_microbatches(
+    samples: Sequence[Sample], *, tokens_per_row: int, data_parallel_size: int, pad_multiple: int = 1
+) -> list[list[PackedMicrobatch]]:
+    """Packed rows for each data rank: `data_parallel_size` lists of one and the same length, at least 1.
+
+    Rows are padded at their end to a multiple of `pad_multiple` (sequence parallelism wants the tensor-parallel
+    size). A rank without samples gets a row of padding, so that it takes part in every collective.
+    """
+    rows = assign_rows(
+        [sample.num_tokens for sample in samples],
+        tokens_per_row=tokens_per_row,
+        data_parallel_size=data_parallel_size,
+    )
+    # Neighbouring rows have similar lengths, so the data ranks finish each microbatch together.
+    rows.sort(key=lambda row: -sum(samples[index].num_tokens for index in row))
+    packed = [_pack([samples[index] for index in row], pad_multiple) for row in rows]
+    return [packed[rank::data_parallel_size] for rank in range(data_parallel_size)]
+
+
+def _pack(samples: Sequence[Sample], pad_multiple: int) -> PackedMicrobatch:
+    used = sum(sample.num_tokens for sample in samples)
+    num_padding = -used % pad_multiple if used else pad_multiple
+    lengths = [sample.num_tokens for sample in samples] + ([num_padding] if num_padding else [])
+    return PackedMicrobatch(
+        token_ids=_row([s.token_ids for s in samples], num_padding, torch.int64, 0),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32),
+        loss_mask=_row([s.loss_mask for s in samples], num_padding, torch.bool, False),
+        step_index=_row([s.step_index for s in samples], num_padding, torch.int32, -1),
+        trajectory_index=_row(
+            [np.full(s.num_tokens, s.trajectory_index) for s in samples], num_padding, torch.int32, -1
+        ),
+        advantages=_row([s.advantages for s in samples], num_padding, torch.float32, 0),
+        loss_weights=_row([s.loss_weights for s in samples], num_padding, torch.float32, 0),
+        rollout_logprobs=_row([s.rollout_logprobs for s in samples], num_padding, torch.float32, 0),
+        num_padding=num_padding,
+    )
+
+
+def _row(parts: list[np.ndarray], num_padding: int, dtype: torch.dtype, padding: float) -> torch.Tensor:
+    tail = torch.full((num_padding,), padding, dtype=dtype)
+    return torch.cat([*(torch.from_numpy(part).to(dtype) for part in parts), tail])
