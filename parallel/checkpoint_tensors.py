@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_ranks
 
 from parallel import process_groups
 from parallel.model import unwrap
-from parallel.optimizer import allocate_adam_state, torch_adams
+from parallel.optimizer import torch_adams
 
 # Optimizer tensors take the shape of their parameter: the one form that fits other tensor and pipeline sizes. They
 # are gathered over gloo on the first data rank, so that the other ranks need no memory for them.
@@ -72,18 +72,18 @@ def read_tensors(folder: Path, model_chunks: list[nn.Module], optimizer: Any) ->
     for part, part_state in _parts(optimizer, state["optimizer"]):
         _load_part(part, part_state)
     for adam in torch_adams(optimizer):
-        allocate_adam_state(adam)  # a checkpoint from before the first update has no step count
         for parameter_state in adam.state.values():
             # Megatron hands one step tensor to all parameters, which would then be counted up once for each.
             parameter_state["step"] = parameter_state["step"].clone()
 
 
 def _sharded_state(model_chunks: list[nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    metadata = dict(_METADATA)  # Megatron adds process groups to it
     model = {
-        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=_METADATA)
+        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(model_chunks)
     }
-    return model | {"optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=_METADATA)}
+    return model | {"optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=metadata)}
 
 
 def _parts(optimizer: Any, state: Any) -> Iterator[tuple[Any, Any]]:
@@ -93,14 +93,22 @@ def _parts(optimizer: Any, state: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _load_part(part: Any, state: dict[str, Any]) -> None:
-    """Load one optimizer. With torch's AdamW the distributed optimizer copies every entry of a parameter's state out
-    of the checkpoint, where `step` is stored once and not per parameter; so `step` steps aside meanwhile."""
+    """Load one optimizer; torch's AdamW needs help with `step`, which it keeps per parameter and Megatron stores once.
+
+    The distributed optimizer copies every entry of a parameter's state out of the checkpoint, so `step` steps aside
+    meanwhile. The others do not store a step count of 0, that of a checkpoint from before the first update.
+    """
     adam = part.optimizer
-    tensors = state.pop("param_state", None) if isinstance(adam, torch.optim.AdamW) else None
-    part.load_state_dict(state)
-    if tensors is None:
-        return
-    steps = {parameter: adam.state[parameter].pop("step") for parameter in adam.state}
-    part.load_parameter_state_from_fully_reshardable(tensors)
-    for parameter, step in steps.items():
-        adam.state[parameter]["step"] = step
+    if not isinstance(adam, torch.optim.AdamW):
+        part.load_state_dict(state)
+    elif "param_state" in state:
+        tensors = state.pop("param_state")
+        part.load_state_dict(state)
+        steps = {parameter: adam.state[parameter].pop("step") for parameter in adam.state}
+        part.load_parameter_state_from_fully_reshardable(tensors)
+        for parameter, step in steps.items():
+            adam.state[parameter]["step"] = step
+    else:
+        inner = state.get("optimizer", state)
+        inner["state"].setdefault("common_step", torch.zeros(()))
+        part.load_state_dict(state)

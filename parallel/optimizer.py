@@ -48,7 +48,7 @@ def build_optimizer(config: ExperimentConfig, model_chunks: list[nn.Module], *, 
     for adam in torch_adams(optimizer):
         for group in adam.param_groups:
             group["fused"] = True
-        allocate_adam_state(adam)
+        _allocate_adam_state(adam)
     return optimizer
 
 
@@ -58,20 +58,20 @@ def torch_adams(optimizer) -> list[torch.optim.AdamW]:
     return [adam for adam in inner if isinstance(adam, torch.optim.AdamW)]
 
 
-def allocate_adam_state(adam: torch.optim.AdamW) -> None:
-    """Fill in whatever state is missing, as zeros.
+def _allocate_adam_state(adam: torch.optim.AdamW) -> None:
+    """Allocate what the first step would.
 
-    torch allocates it in the first step. Megatron's distributed optimizer reads `step` when it saves and
+    Megatron's distributed optimizer reads `step` when it saves and
     when it loads, so without this neither would work before the first step; and memory that does not
     suffice shows here and not in the middle of a run.
     """
     for group in adam.param_groups:
         for parameter in group["params"]:
-            state = adam.state[parameter]
-            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment not in state:
-                    state[moment] = torch.zeros_like(parameter)
+            adam.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def learning_rate(update: int, *, options: OptimizerConfig, peak: float, total_updates: int) -> float:

@@ -83,9 +83,7 @@ class Run:
         for index in range(self.job.get("updates", 1)):
             if self.job.get("recompute_old"):
                 old = self.trainer.compute_logprobs(microbatches)
-                microbatches = [
-                    dataclasses.replace(m, old_logprobs=o) for m, o in zip(microbatches, old, strict=True)
-                ]
+                microbatches = [dataclasses.replace(m, old_logprobs=o) for m, o in zip(microbatches, old, strict=True)]
             metrics.append(self.trainer.update(microbatches, denominator=total))
             if index + 1 == self.job.get("save_after"):
                 self.save(self.job["save"], index + 1)
@@ -101,6 +99,8 @@ class Run:
 
 def run_job(job: dict, out: Path) -> None:
     run = Run(job)
+    if job.get("save_at_start"):
+        run.save(job["save"], 0)
     run.extra["metrics"] = run.updates()
     microbatches, _ = run.microbatches()
     run.extra["logprobs"] = [logprobs.tolist() for logprobs in run.trainer.compute_logprobs(microbatches)]
