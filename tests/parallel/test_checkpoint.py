@@ -1,12 +1,12 @@
 """Checkpoints: bit-for-bit resume, other parallel sizes, a full disk, SIGKILL while saving.
 
-Three groups of ranks run all jobs (one that writes, a fresh one that resumes, one of four ranks).
+Groups of ranks run all jobs: some that write and are killed, a fresh one that resumes, one of four ranks.
 """
 
 import signal
 
 import pytest
-from trainer_launch import launch, log_tail, result
+from trainer_launch import Group, launch, log_tail, result
 
 from megatron_agent.errors import CheckpointError
 from megatron_agent.model_folders.tiny_qwen3 import build
@@ -35,9 +35,7 @@ def runs(tmp_path_factory):
     writer += [job("bf16", dtype="bf16", updates=4, save_after=2, save=stored("bf16"), recompute_old=True)]
     writer += [job("before_first", updates=0, save_at_start=True, save=stored("before_first"))]
     writer += [job("killed", updates=2, save_after=2, save=stored("killed"), kill_in="write_tensors")]
-    assert launch(writer, folder, world_size=1) == [-signal.SIGKILL], log_tail(folder)
     writer_2 = [job("killed_late", updates=2, save_after=2, save=stored("killed_late"), kill_in="_complete")]
-    assert launch(writer_2, folder, world_size=1) == [-signal.SIGKILL], log_tail(folder)
 
     fresh = [job("plain_resumed", load=stored("plain"), updates=4)]
     fresh += [job("sharded_resumed", load=stored("sharded"), parallel=DISTRIBUTED, updates=4)]
@@ -47,7 +45,6 @@ def runs(tmp_path_factory):
         again = {"save_after": 2, "save": stored(killed)}
         fresh += [job(f"{killed}_resumed", load=stored(killed), updates=2, **again)]
     fresh += [job("full", load=stored("killed"), updates=0, save=stored("killed"), full_disk_on_rank=0)]
-    assert launch(fresh, folder, world_size=1) == [0], log_tail(folder)
 
     four_ranks = []
     for kind, extra in (("plain", {}), ("sharded", DISTRIBUTED)):
@@ -58,7 +55,12 @@ def runs(tmp_path_factory):
         four_ranks += [job(f"{kind}_to_pp2", load=stored(to_tp2), updates=2, parallel=pp2)]
     full = {"updates": 0, "save": stored("plain_to_tp2"), "full_disk_on_rank": 1}
     four_ranks += [job("full_rank_1", parallel={"tensor": 2}, **full)]
-    assert launch(four_ranks, folder, world_size=4) == [0] * 4, log_tail(folder)
+
+    groups = [Group("writer", 1, writer), Group("writer_2", 1, writer_2)]
+    groups += [Group("fresh", 1, fresh), Group("four_ranks", 4, four_ranks)]
+    killed = [-signal.SIGKILL]
+    exit_codes = launch(groups, folder)
+    assert exit_codes == {"writer": killed, "writer_2": killed, "fresh": [0], "four_ranks": [0] * 4}, log_tail(folder)
     return folder
 
 
@@ -85,7 +87,7 @@ def test_loads_under_other_parallel_sizes(runs, kind):
     uninterrupted = result(runs, kind).metrics
     for name, expected in ((f"{kind}_to_tp2", uninterrupted[2:4]), (f"{kind}_to_pp2", uninterrupted[4:6])):
         for got, want in zip(result(runs, name).metrics, expected, strict=True):
-            assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["killed", "killed_late"])

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import trainer_rows
-from trainer_launch import launch, log_tail, result
+from trainer_launch import Group, launch, log_tail, result
 from transformers import AutoModelForCausalLM
 
 from megatron_agent.model_folders.tiny_qwen3 import build
@@ -54,8 +54,9 @@ def runs(tmp_path_factory):
     untied = {"model": str(folder / "untied"), "parallel": FOUR_RANKS["tp2_pp2"], "name": "tp2_pp2_untied"}
     trajectory = {"denominator": "trajectory", "parallel": FOUR_RANKS["tp2_pp2"], "name": "tp2_pp2_trajectory"}
     four_ranks += [shuffled | untied, shuffled | trajectory]
-    assert launch(one_rank, folder, world_size=1) == [0], log_tail(folder)
-    assert launch(four_ranks, folder, world_size=4) == [0] * 4, log_tail(folder)
+    groups = [Group("one_rank", 1, one_rank), Group("four_ranks", 4, four_ranks)]
+    exit_codes = launch(groups, folder)
+    assert exit_codes == {"one_rank": [0], "four_ranks": [0] * 4}, log_tail(folder)
     return folder
 
 

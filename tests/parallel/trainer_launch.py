@@ -1,4 +1,4 @@
-"""Starts groups of trainer ranks that run a list of jobs and reads what the jobs left behind."""
+"""Starts groups of trainer ranks that run lists of jobs, and reads what the jobs left behind."""
 
 import contextlib
 import json
@@ -15,6 +15,15 @@ WORKER = Path(__file__).with_name("trainer_worker.py")
 
 
 @dataclass(frozen=True)
+class Group:
+    """Ranks that run the same jobs, one after the other."""
+
+    name: str
+    world_size: int
+    jobs: list[dict]
+
+
+@dataclass(frozen=True)
 class Result:
     """What rank 0 left behind for one job."""
 
@@ -26,39 +35,30 @@ class Result:
         return self.extra["metrics"]
 
 
-def launch(jobs: list[dict], folder: Path, *, world_size: int, timeout_s: float = 240) -> list[int]:
-    """Run the jobs on `world_size` ranks; returns the exit codes. No rank outlives the call."""
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs_file = folder / f"jobs_{world_size}_{jobs[0]['name']}.json"
+def launch(groups: list[Group], folder: Path, *, timeout_s: float = 120) -> dict[str, list[int]]:
+    """Run the groups in turn; returns the exit codes of each one's ranks. No rank outlives the call."""
+    described = [vars(group) | {"ports": free_ports(len(group.jobs)), "timeout_s": timeout_s} for group in groups]
+    (folder / "groups.json").write_text(json.dumps(described))
+    with open(folder / "worker.log", "w") as log:
+        subprocess.run(
+            [sys.executable, str(WORKER), str(folder)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s * (len(groups) + 1),
+            check=False,
+        )
+    exit_codes = folder / "exit_codes.json"
+    assert exit_codes.exists(), log_tail(folder)
+    return dict(zip([group.name for group in groups], json.loads(exit_codes.read_text()), strict=True))
+
+
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in jobs]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for opened in sockets:
             opened.bind(("127.0.0.1", 0))
-        ports = [opened.getsockname()[1] for opened in sockets]
-    jobs_file.write_text(json.dumps([job | {"port": port} for job, port in zip(jobs, ports, strict=True)]))
-    ranks: list[subprocess.Popen] = []
-    try:
-        for rank in range(world_size):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "OMP_NUM_THREADS": "1",
-            }
-            with open(folder / f"{jobs_file.stem}.rank{rank}.log", "w") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, str(WORKER), str(jobs_file)],
-                        env=environment, stdout=log, stderr=subprocess.STDOUT,
-                    )
-                )  # fmt: skip
-        return [process.wait(timeout=timeout_s) for process in ranks]
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        return [opened.getsockname()[1] for opened in sockets]
 
 
 def log_tail(folder: Path) -> str:

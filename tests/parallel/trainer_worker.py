@@ -1,15 +1,18 @@
-"""One rank of a group that runs trainer jobs one after the other: `trainer_worker.py JOBS.json`.
+"""Groups of trainer ranks that run jobs one after the other: `trainer_worker.py FOLDER`, started by trainer_launch.
 
+The process imports torch and Megatron once and forks every rank, because the imports take longer than the jobs.
 Each job builds the model under its own parallel sizes, loads a checkpoint or the HF folder, runs updates, and leaves
 `<name>.json` (metrics of each update, and what else it measured) and `<name>.pt` (the whole model) on rank 0.
 """
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -19,6 +22,12 @@ import trainer_rows
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import CheckpointError
 from parallel import checkpoint, process_groups
+from parallel.distribute import scatter_microbatches
+from parallel.hf_folder import load_hf_weights
+from parallel.model import build_model, read_hf_config
+from parallel.optimizer import LrScheduler, build_optimizer
+from parallel.train_step import PolicyTrainer
+from parallel.weight_source import MegatronWeightSource
 
 
 def experiment(job: dict) -> ExperimentConfig:
@@ -42,11 +51,6 @@ class Run:
     """One job's trainer."""
 
     def __init__(self, job: dict):
-        from parallel.hf_folder import load_hf_weights
-        from parallel.model import build_model
-        from parallel.optimizer import LrScheduler, build_optimizer
-        from parallel.train_step import PolicyTrainer
-
         self.job, self.config = job, experiment(job)
         process_groups.initialize(self.config.parallel, torch.device("cpu"), seed=0)
         self.chunks = build_model(job["model"], config=self.config, for_training=True)
@@ -68,8 +72,6 @@ class Run:
         checkpoint.save(folder, step, **self.state(), extra_state={"row": step * 8}, keep_last=2)
 
     def microbatches(self):
-        from parallel.distribute import scatter_microbatches
-
         kind = self.config.algorithm.loss.denominator
         plan = None
         if dist.get_rank() == 0:
@@ -90,9 +92,6 @@ class Run:
         return metrics
 
     def whole_model(self) -> dict[str, torch.Tensor]:
-        from parallel.model import read_hf_config
-        from parallel.weight_source import MegatronWeightSource
-
         source = MegatronWeightSource(self.chunks, read_hf_config(self.job["model"]))
         return {name: tensor.clone() for name, tensor in source}
 
@@ -146,9 +145,35 @@ def kill_while_saving(run: Run, job: dict) -> None:
     run.save(job["save"], 50)
 
 
+def run_rank(rank: int, group: dict, folder: Path) -> None:
+    log = os.open(folder / f"{group['name']}.rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group["world_size"])}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    for job, port in zip(group["jobs"], group["ports"], strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        run_job(job, folder)
+
+
+def run_group(group: dict, folder: Path) -> list[int | None]:
+    """Exit codes of the group's ranks; None for one that had to be stopped."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank, group, folder)) for rank in range(group["world_size"])]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + group["timeout_s"]
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+        process.join()
+    return codes
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    jobs_file = Path(sys.argv[1])
-    for one in json.loads(jobs_file.read_text()):
-        os.environ["MASTER_PORT"] = str(one["port"])
-        run_job(one, jobs_file.parent)
+    out_folder = Path(sys.argv[1])
+    groups = json.loads((out_folder / "groups.json").read_text())
+    (out_folder / "exit_codes.json").write_text(json.dumps([run_group(one, out_folder) for one in groups]))
