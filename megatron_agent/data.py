@@ -1,0 +1,138 @@
+"""Dataset rows: JSONL or parquet in the layout of verl and Agent-R1 files, or a function that yields them."""
+
+import inspect
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_agent.errors import DataError
+from megatron_agent.registry import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One prompt. `index` is its position in the file."""
+
+    index: int
+    prompt: list[dict[str, Any]]
+    """Chat messages; may be empty where the environment shows everything."""
+    agent_name: str | None = None
+    """Flow that plays the row; None takes agent.flow."""
+    ground_truth: Any = None
+    reward_style: str | None = None
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    data_source: str = ""
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_row(record: Mapping[str, Any], *, index: int, where: str) -> Row:
+    """A record as a Row; raises DataError naming `where` and what is wrong."""
+    prompt = record.get("prompt")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if prompt is None or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in prompt):
+        raise DataError(f"{where}: `prompt` must be a list of messages with role and content, not {prompt!r:.80}")
+    reward_model = record.get("reward_model") or {}
+    return Row(
+        index=index,
+        prompt=[dict(message) for message in prompt],
+        agent_name=record.get("agent_name"),
+        ground_truth=reward_model.get("ground_truth"),
+        reward_style=reward_model.get("style"),
+        env_kwargs=_object(record.get("env_kwargs"), where, "env_kwargs"),
+        data_source=record.get("data_source") or "",
+        extra_info=_object(record.get("extra_info"), where, "extra_info"),
+    )
+
+
+def _object(value: Any, where: str, name: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: `{name}` is not valid JSON: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where}: `{name}` must be an object, not {type(value).__name__}")
+    return dict(value)
+
+
+def load_records(source: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(where, record) pairs of a JSONL or parquet file, or of `package.module:function` called with `arguments`."""
+    if not source.endswith((".jsonl", ".json", ".parquet")) and ":" in source:
+        function = resolve("data function", source, {})
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise DataError(f"{source}: {error}; see its signature {inspect.signature(function)}") from error
+        for index, record in enumerate(function(**arguments)):
+            yield f"{source} row {index}", record
+        return
+    path = Path(source)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; data.train and data.eval name a JSONL or parquet file")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        for index, record in enumerate(pyarrow.parquet.read_table(path).to_pylist()):
+            yield f"{path} row {index}", record
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield f"{path}:{number}", json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
+
+
+def load_rows(source: str, arguments: Mapping[str, Any]) -> list[Row]:
+    """All rows of a source; raises DataError where one is malformed or there are none."""
+    rows = [
+        parse_row(record, index=index, where=where)
+        for index, (where, record) in enumerate(load_records(source, arguments))
+    ]
+    if not rows:
+        raise DataError(f"{source}: no rows")
+    return rows
+
+
+class RowIterator:
+    """Endless passes over the rows; each pass in an order of its own that depends on seed and pass alone."""
+
+    def __init__(self, rows: Iterable[Row], *, seed: int, shuffle: bool) -> None:
+        self._rows = list(rows)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._pass = 0
+        self._position = 0
+
+    def take(self, count: int) -> list[Row]:
+        """The next `count` rows."""
+        taken: list[Row] = []
+        while len(taken) < count:
+            order = self._order()
+            chunk = order[self._position : self._position + count - len(taken)]
+            taken += [self._rows[index] for index in chunk]
+            self._position += len(chunk)
+            if self._position >= len(order):
+                self._pass, self._position = self._pass + 1, 0
+        return taken
+
+    def _order(self) -> list[int]:
+        order = list(range(len(self._rows)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{self._pass}").shuffle(order)
+        return order
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the iterator stands."""
+        return {"pass": self._pass, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from `state`."""
+        self._pass, self._position = state["pass"], state["position"]

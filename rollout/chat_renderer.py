@@ -1,0 +1,109 @@
+"""Messages <-> token ids by the model's own chat template: the only user of the tokenizer on the rollout side.
+
+Token in, token out: the next prompt is the previous prompt, the sampled ids, and the ids of only the text that the
+template puts after them. Where the template renders the history in another way than before, the prompt is rendered
+anew and the change is named (FORK).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_agent.errors import ModelFolderError
+from megatron_agent.tools.formats import ToolFormat
+from trajectory.steps import ContextChange
+
+Message = dict[str, Any]
+
+
+class TemplateRenderer:
+    """flows.base.ChatRenderer over a Hugging Face tokenizer."""
+
+    def __init__(self, folder: str | Path, tool_format: ToolFormat) -> None:
+        """Raises ModelFolderError where the folder's tokenizer has no chat template or no end-of-turn token."""
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._tool_format = tool_format
+        if not self._tokenizer.chat_template:
+            raise ModelFolderError(
+                f"{folder}: the tokenizer has no chat template; use an instruct model, or add chat_template.jinja"
+            )
+        self._takes_tools = "tools" in self._tokenizer.chat_template
+        self._end_of_turn = self._tokenizer.eos_token
+        self._end_of_turn_id = self._tokenizer.eos_token_id
+        if self._end_of_turn_id is None:
+            raise ModelFolderError(f"{folder}: the tokenizer has no eos_token; set it to the end-of-turn token")
+
+    @property
+    def end_of_turn_id(self) -> int:
+        """The token that ends a turn."""
+        return self._end_of_turn_id
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """Ids of the whole conversation up to where the assistant speaks."""
+        return self._ids(self._text(messages, tools, generation_prompt=True))
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        before: Sequence[Message],
+        after: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> tuple[list[int], ContextChange]:
+        """The next prompt's ids, and whether it begins with prompt_ids + response_ids (CLEAN) or not (FORK).
+
+        `after` begins with the assistant message that `response_ids` decoded to.
+        """
+        said = self._text(before, tools, generation_prompt=True) + after[0]["content"]
+        following = self._text([*before, *after], tools, generation_prompt=True)
+        if not following.startswith(said):
+            return self._ids(following), ContextChange.FORK
+        closing = following[len(said) :]
+        if response_ids and response_ids[-1] == self._end_of_turn_id:
+            # The model closed its turn itself; the template's own end-of-turn token is that one.
+            if not closing.startswith(self._end_of_turn):
+                return self._ids(following), ContextChange.FORK
+            closing = closing[len(self._end_of_turn) :]
+        return [*prompt_ids, *response_ids, *self._ids(closing)], ContextChange.CLEAN
+
+    def demonstration(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of a whole conversation, and True where an assistant turn (with its end-of-turn token) stands."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._text(messages[:number], tools, generation_prompt=True)
+            if not prompt.startswith(done):
+                raise ModelFolderError("the chat template rewrites earlier turns; give one demonstration per turn")
+            given = self._ids(prompt[len(done) :])
+            said = self._ids(message["content"] + self._end_of_turn)
+            ids += given + said
+            mask += [False] * len(given) + [True] * len(said)
+            done = prompt + message["content"] + self._end_of_turn
+        return ids, mask
+
+    def decode(self, response_ids: Sequence[int]) -> str:
+        """Text of a response without the end-of-turn token."""
+        ids = list(response_ids)
+        if ids and ids[-1] == self._end_of_turn_id:
+            ids.pop()
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generation_prompt: bool) -> str:
+        options: dict[str, Any] = {}
+        if tools and self._takes_tools:
+            options["tools"] = list(tools)
+        elif tools:
+            messages = self._tool_format.with_tools(messages, tools)
+        return self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation_prompt, **options
+        )
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
