@@ -40,9 +40,7 @@ class WeightFiles:
         return set(self._file_of)
 
     def slice(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A lazy tensor to index; raises ModelFolderError where it is absent or has another shape."""
-        if name not in self._file_of:
-            raise ModelFolderError(f"{self.folder}: no tensor {name}; the folder's weights do not fit its config.json")
+        """A lazy tensor to index; raises ModelFolderError where it has another shape."""
         lazy = self._file(self._file_of[name]).get_slice(name)
         if tuple(lazy.get_shape()) != shape:
             raise ModelFolderError(
@@ -69,7 +67,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> No
     """
     hf_config = read_hf_config(folder)
     files = WeightFiles(folder)
-    _refuse_unplaced(files, hf_config)
+    _check_names(files, hf_config)
     for weight, parameter in _held_weights(chunks, hf_config):
         _load(weight, parameter, files)
 
@@ -86,11 +84,18 @@ def _held_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> list[tup
     return [(by_name[name], parameter) for name, parameter in parameters.items()]
 
 
-def _refuse_unplaced(files: WeightFiles, hf_config: Any) -> None:
-    placed = {source.name for _, weight in all_weights(hf_config) for source in weight.sources}
-    if hf_config.tie_word_embeddings:
-        placed.add("lm_head.weight")  # some folders save the tied copy too
-    unplaced = sorted(name for name in files.names() - placed if not name.endswith("rotary_emb.inv_freq"))
+def _check_names(files: WeightFiles, hf_config: Any) -> None:
+    """Every rank checks the whole model, so all of them stop with the same error before any reads."""
+    wanted = {source.name for _, weight in all_weights(hf_config) for source in weight.sources}
+    missing = sorted(wanted - files.names())
+    if missing:
+        raise ModelFolderError(
+            f"{files.folder}: no tensor {missing[0]} (one of {len(missing)} missing); the folder's weights do not fit "
+            "its config.json"
+        )
+    # Some folders save the tied copy too, and old ones the rotary frequencies.
+    spare = {"lm_head.weight"} if hf_config.tie_word_embeddings else set()
+    unplaced = sorted(name for name in files.names() - wanted - spare if not name.endswith("rotary_emb.inv_freq"))
     if unplaced:
         raise ModelFolderError(
             f"{files.folder}: {unplaced[0]} (one of {len(unplaced)} tensors) has no place in a "
