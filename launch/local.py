@@ -11,9 +11,9 @@ from pathlib import Path
 from types import FrameType
 
 from launch.environment import local_environment
-from launch.placement import trainer_layout
 from launch.process_tree import adopt_orphans, descendants, end_descendants
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_layout import trainer_layout
 from megatron_agent.errors import ConfigError
 
 GRACE_S = 25.0

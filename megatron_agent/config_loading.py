@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megatron_agent.config import ExperimentConfig
-from megatron_agent.errors import ConfigError, did_you_mean
+from megatron_agent.errors import ConfigError, did_you_mean, list_problems
 
 KeyPath = tuple[str, ...]
 BASE_KEY = "base"
@@ -215,7 +215,7 @@ def _merge_values(below: dict[str, Any], above: Mapping[str, Any]) -> None:
 
 
 def _describe(error: ValidationError, layer: _Layer) -> str:
-    lines = []
+    problems = []
     for item in error.errors(include_url=False):
         path = tuple(str(part) for part in item["loc"])
         key = ".".join(path)
@@ -230,5 +230,5 @@ def _describe(error: ValidationError, layer: _Layer) -> str:
                 reason = item["msg"][0].lower() + item["msg"][1:]
                 problem = f"{key} is {item['input']!r}; {reason}"
         origin = layer.origin(path)
-        lines.append(f"{origin}: {problem}" if origin else problem)
-    return "\n".join(lines)
+        problems.append(f"{origin}: {problem}" if origin else problem)
+    return list_problems(problems)

@@ -1,7 +1,7 @@
 """Errors a user can cause and mend: each names what, where and the remedy. The CLI prints them without a traceback."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class MegatronAgentError(Exception):
@@ -38,6 +38,13 @@ class WeightSyncError(MegatronAgentError, RuntimeError):
     """Weights did not arrive whole; names the tensor and both checksums."""
 
     exit_code = 5
+
+
+def list_problems(problems: Sequence[str]) -> str:
+    """One message for several mistakes, so that they can be mended in one go."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  - ".join([f"{len(problems)} problems:", *problems])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

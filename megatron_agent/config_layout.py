@@ -1,4 +1,4 @@
-"""How many trainer ranks run where, and which GPUs are left to the fleet."""
+"""Arithmetic on the configured sizes: how many trainer ranks run where, and which GPUs are left to the fleet."""
 
 from dataclasses import dataclass
 

@@ -1,0 +1,202 @@
+"""Finds mistakes in a validated configuration before anything starts, in well under a second.
+
+Nothing heavy is imported: model folders are read as JSON, registries and user modules as source text. A check is a
+generator of problems, each with its option, the values and the remedy; a new one is one function and one line in
+CHECKS. What a check cannot know without starting is left to the part that will.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_check_data import check_eval_rows, check_sft_rows, check_train_rows
+from megatron_agent.config_check_model import check_builder, check_model_folder, check_model_sizes, folder_exists
+from megatron_agent.config_check_names import check_agent_names, check_algorithm_names
+from megatron_agent.config_layout import fleet_gpus, trainer_layout
+from megatron_agent.config_loading import override_keys
+from megatron_agent.errors import ConfigError, list_problems
+
+Check = Callable[[ExperimentConfig], Iterator[str]]
+
+
+def check_config(config: ExperimentConfig, overrides: Sequence[str] = ()) -> None:
+    """Raise ConfigError that lists every problem found.
+
+    `overrides` are the `key=value` options already merged into `config`: one that the other options make
+    meaningless is a problem as well.
+    """
+    problems = [problem for check in CHECKS for problem in check(config)]
+    problems += check_overrides(config, override_keys(overrides))
+    if problems:
+        raise ConfigError(list_problems(problems))
+
+
+def check_layout(config: ExperimentConfig) -> Iterator[str]:
+    """Parallel sizes against nodes and GPUs."""
+    try:
+        trainer_layout(config)
+    except ConfigError as error:
+        yield str(error)
+    if config.parallel.sequence and config.parallel.tensor == 1:
+        yield "parallel.sequence splits work over tensor-parallel ranks, but parallel.tensor is 1; raise it or drop it"
+
+
+def check_devices(config: ExperimentConfig) -> Iterator[str]:
+    """Device, GPU counts and who shares them."""
+    cluster, rollout = config.cluster, config.rollout
+    if cluster.device == "cpu" and cluster.gpus_per_node:
+        yield f"cluster.device is cpu, but cluster.gpus_per_node is {cluster.gpus_per_node}; set it to 0"
+    if cluster.device == "cuda" and not cluster.gpus_per_node:
+        yield "cluster.device is cuda, but cluster.gpus_per_node is 0; say how many GPUs a node has"
+    if not _on_gpus(config):
+        if cluster.colocate:
+            yield "cluster.colocate shares GPUs, and cluster.gpus_per_node is 0; drop it (on CPU all cores are shared)"
+        if cluster.rollout_nodes:
+            yield (
+                f"cluster.rollout_nodes is {cluster.rollout_nodes}, but on CPU weights travel through shared "
+                "memory, which other machines cannot read; set it to 0"
+            )
+        return
+    if cluster.colocate and cluster.rollout_nodes:
+        yield f"cluster.colocate and cluster.rollout_nodes {cluster.rollout_nodes} contradict each other; keep one"
+    if rollout.tensor_parallel > cluster.gpus_per_node:
+        yield (
+            f"rollout.tensor_parallel {rollout.tensor_parallel} is more than cluster.gpus_per_node "
+            f"{cluster.gpus_per_node}; a replica stays on one node"
+        )
+    yield from _check_fleet_fits(config)
+
+
+def _check_fleet_fits(config: ExperimentConfig) -> Iterator[str]:
+    cluster, rollout = config.cluster, config.rollout
+    wanted = rollout.replicas * rollout.tensor_parallel
+    try:
+        shared = len(fleet_gpus(config)) * cluster.trainer_nodes
+    except ConfigError:  # the layout itself is wrong and reported
+        return
+    available = cluster.rollout_nodes * cluster.gpus_per_node or shared
+    if wanted > available:
+        yield (
+            f"rollout.replicas {rollout.replicas} x rollout.tensor_parallel {rollout.tensor_parallel} = {wanted} GPUs, "
+            f"but {available} are left to the fleet; use fewer, add cluster.rollout_nodes, or set cluster.colocate"
+        )
+
+
+def check_sync(config: ExperimentConfig) -> Iterator[str]:
+    """The transport of weights against the device."""
+    backend, colocate = config.sync.backend, config.cluster.colocate
+    if not _on_gpus(config):
+        if backend in ("nccl", "ipc"):
+            yield f"sync.backend {backend} needs GPUs, and cluster.gpus_per_node is 0; use auto or shared_memory"
+    elif backend == "shared_memory":
+        yield "sync.backend shared_memory is for CPU; on GPUs use auto, nccl, or ipc with cluster.colocate"
+    elif backend == "ipc" and not colocate:
+        yield "sync.backend ipc hands over memory of the same GPU; set cluster.colocate, or use nccl"
+    elif backend == "nccl" and colocate:
+        yield "sync.backend nccl cannot have trainer and fleet on the same GPU; use ipc, or drop cluster.colocate"
+
+
+def check_lengths(config: ExperimentConfig) -> Iterator[str]:
+    """Token budgets against one another."""
+    agent, rollout = config.agent, config.rollout
+    if agent.max_episode_tokens > rollout.max_model_len:
+        yield (
+            f"agent.max_episode_tokens {agent.max_episode_tokens} is more than rollout.max_model_len "
+            f"{rollout.max_model_len}; raise the second or lower the first"
+        )
+    if agent.max_response_tokens >= agent.max_episode_tokens:
+        yield (
+            f"agent.max_response_tokens {agent.max_response_tokens} leaves no room for a prompt within "
+            f"agent.max_episode_tokens {agent.max_episode_tokens}; lower the first or raise the second"
+        )
+
+
+def check_sampling(config: ExperimentConfig) -> Iterator[str]:
+    """Sampling that the trainer cannot reproduce."""
+    rollout = config.rollout
+    reason = "the engine would sample from a cut distribution, whose log-probs the trainer does not compute"
+    if rollout.top_p < 1:
+        yield f"rollout.top_p is {rollout.top_p}: {reason}; set it to 1"
+    if rollout.top_k != -1:
+        yield f"rollout.top_k is {rollout.top_k}: {reason}; set it to -1"
+
+
+def check_algorithm(config: ExperimentConfig) -> Iterator[str]:
+    """Batch sizes, clips and evaluation."""
+    algorithm, rollout = config.algorithm, config.rollout
+    episodes = rollout.prompts_per_step * rollout.group_size
+    if algorithm.advantage.name == "grpo" and rollout.group_size == 1:
+        yield "rollout.group_size is 1, but grpo compares the episodes of a group; use 2 or more"
+    if algorithm.minibatches > episodes:
+        yield (
+            f"algorithm.minibatches {algorithm.minibatches} is more than the {episodes} episodes of a step "
+            f"(rollout.prompts_per_step {rollout.prompts_per_step} x group_size {rollout.group_size}); lower it"
+        )
+    if algorithm.loss.clip_low >= 1:
+        yield f"algorithm.loss.clip_low is {algorithm.loss.clip_low}: a ratio is never below 0; use a number under 1"
+    if algorithm.loss.dual_clip is not None and algorithm.loss.dual_clip <= 1:
+        yield f"algorithm.loss.dual_clip is {algorithm.loss.dual_clip}; it is a bound on the ratio, above 1"
+    if config.eval.every and config.data.eval is None:
+        yield f"eval.every is {config.eval.every}, but data.eval names no rows; name them or set eval.every to 0"
+
+
+def check_engine_args(config: ExperimentConfig) -> Iterator[str]:
+    """Engine options that this file sets elsewhere."""
+    for key in config.rollout.engine_args:
+        if key in ENGINE_ARGS_SET_ELSEWHERE:
+            yield f"rollout.engine_args.{key} is set by {ENGINE_ARGS_SET_ELSEWHERE[key]}; remove it here"
+
+
+ENGINE_ARGS_SET_ELSEWHERE = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "seed": "run.seed",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "max_model_len": "rollout.max_model_len",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "logprobs_mode": "the fleet: training needs the log-probs of the sampled distribution",
+    "weight_transfer_config": "sync.backend",
+}
+
+INERT: dict[str, tuple[Callable[[ExperimentConfig], bool], str]] = {
+    "algorithm.kl.estimator": (lambda c: c.algorithm.kl.coef == 0, "algorithm.kl.coef is 0"),
+    "algorithm.advantage.eps": (lambda c: not c.algorithm.advantage.std, "algorithm.advantage.std is false"),
+    "optimizer.min_lr_frac": (lambda c: c.optimizer.schedule == "constant", "optimizer.schedule is constant"),
+    "eval": (lambda c: c.data.eval is None, "data.eval names no rows"),
+    "rollout.gpu_memory_utilization": (lambda c: not _on_gpus(c), "the fleet runs on CPU"),
+    "rollout.kv_cache_gib": (lambda c: _on_gpus(c), "the fleet runs on GPUs"),
+    "rollout.engine_threads": (lambda c: _on_gpus(c), "the fleet runs on GPUs"),
+    "model.builder": (lambda c: folder_exists(c), "the folder model.path exists already; remove it or name another"),
+}
+"""Options that do nothing in some configurations, and why."""
+
+
+def check_overrides(config: ExperimentConfig, keys: Sequence[str]) -> Iterator[str]:
+    """Overrides that the rest of the configuration makes meaningless."""
+    for key in keys:
+        for option, (is_inert, why) in INERT.items():
+            if (key == option or key.startswith(f"{option}.")) and is_inert(config):
+                yield f"the override of {key} has no effect: {why}"
+
+
+def _on_gpus(config: ExperimentConfig) -> bool:
+    return config.cluster.device != "cpu" and config.cluster.gpus_per_node > 0
+
+
+CHECKS: tuple[Check, ...] = (
+    check_layout,
+    check_devices,
+    check_sync,
+    check_lengths,
+    check_sampling,
+    check_algorithm,
+    check_engine_args,
+    check_algorithm_names,
+    check_agent_names,
+    check_builder,
+    check_model_folder,
+    check_model_sizes,
+    check_train_rows,
+    check_eval_rows,
+    check_sft_rows,
+)

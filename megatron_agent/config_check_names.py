@@ -1,0 +1,82 @@
+"""Checks of names: registry entries, `package.module:attribute` references, and the arguments given to them."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.errors import did_you_mean
+from megatron_agent.source_reading import parameters, reference_problem, registry_entries
+
+ESTIMATORS = ("trajectory.advantages.registry", "ESTIMATORS")
+POLICY_LOSSES = ("parallel.losses.registry", "POLICY_LOSSES")
+TOOL_FORMATS = ("megatron_agent.tools.formats", "TOOL_FORMATS")
+TOOLS = ("megatron_agent.tools.base", "TOOLS")
+ENVS = ("megatron_agent.envs.base", "ENVIRONMENTS")
+FLOWS = ("megatron_agent.flows.registry", "FLOWS")
+REWARDS = ("megatron_agent.rewards", "REWARDS")
+
+
+def check_algorithm_names(config: ExperimentConfig) -> Iterator[str]:
+    """Estimator and loss; these come from the registries only."""
+    for option, name, registry in (
+        ("algorithm.advantage.name", config.algorithm.advantage.name, ESTIMATORS),
+        ("algorithm.loss.name", config.algorithm.loss.name, POLICY_LOSSES),
+        ("agent.tool_format", config.agent.tool_format, TOOL_FORMATS),
+    ):
+        known = registry_entries(*registry)
+        if name not in known:
+            yield f"{option}: there is no {name!r}; {did_you_mean(name, known)}"
+
+
+def check_agent_names(config: ExperimentConfig) -> Iterator[str]:
+    """Flow, environment, tools and reward; registered or the user's own. Also the environment's arguments."""
+    agent = config.agent
+    named: list[tuple[str, str, tuple[str, str]]] = [("agent.flow", agent.flow, FLOWS)]
+    named += [(f"agent.tools[{index}]", name, TOOLS) for index, name in enumerate(agent.tools)]
+    if agent.env is not None:
+        named.append(("agent.env", agent.env, ENVS))
+    if agent.reward is not None:
+        named.append(("agent.reward", agent.reward, REWARDS))
+    for option, name, registry in named:
+        known = registry_entries(*registry)
+        problem = name_problem(option, name, known)
+        if problem:
+            yield problem
+        elif option == "agent.env":
+            reference = known.get(name, name)
+            # A row's own env_kwargs give what is missing here.
+            yield from arguments_problem("agent.env_kwargs", reference, agent.env_kwargs, given_later=None)
+    if agent.env is not None and agent.tools:
+        yield f"agent.tools are for the default environment, but agent.env is {agent.env}; remove one of the two"
+    if len(set(agent.tools)) < len(agent.tools):
+        yield f"agent.tools names a tool twice: {', '.join(agent.tools)}; keep one"
+
+
+def name_problem(option: str, name: str, known: Iterable[str]) -> str | None:
+    """What is wrong with a registered name or a `package.module:attribute`; None where it is fine."""
+    known = list(known)
+    if name in known:
+        return None
+    if ":" not in name:
+        return f"{option}: there is no {name!r}; {did_you_mean(name, known)} Your own one is package.module:name"
+    problem = reference_problem(name)
+    return f"{option}: {problem}" if problem else None
+
+
+def arguments_problem(
+    option: str, reference: str, arguments: Mapping[str, Any], *, given_later: Collection[str] | None
+) -> Iterator[str]:
+    """Arguments that the function or class does not take, and missing ones that are not `given_later`.
+
+    None for `given_later` means that any argument may still come.
+    """
+    accepted = parameters(reference)
+    if accepted.takes_any:
+        return
+    for name in arguments:
+        if name not in accepted.names:
+            yield f"{option}.{name}: {reference} has no such argument; {did_you_mean(name, accepted.names)}"
+    if given_later is not None:
+        missing = set(accepted.required) - set(arguments) - set(given_later)
+        if missing:
+            yield f"{option}: {reference} also needs {', '.join(sorted(missing))}"
