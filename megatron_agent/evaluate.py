@@ -1,0 +1,51 @@
+"""Evaluation on held-out rows: inside a training run, and as `megatron-agent eval`."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from megatron_agent.errors import ConfigError
+from megatron_agent.process import run_rank
+from megatron_agent.rollout_metrics import rollout_metrics
+from megatron_agent.session import Session, open_session
+
+
+def evaluate(session: Session, *, step: int, phase: str) -> dict[str, float]:
+    """Play every held-out row and score it. Collective; the metrics are rank 0's and {} elsewhere or without rows.
+
+    `phase` (`eval_before`, `eval`, `eval_after`) marks the recorded episodes.
+    """
+    if session.config.data.eval is None:
+        return {}
+    if session.rollout:
+        session.rollout.start_evaluation(step, phase)
+    result = session.run_episodes(step=step, phase=phase)
+    if result is None:
+        return {}
+    return {f"eval_{name}": value for name, value in rollout_metrics(result.groups, step=step).items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of every rank of `megatron-agent eval`."""
+    parser = argparse.ArgumentParser(prog="megatron_agent.evaluate", description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--checkpoint", help="checkpoint folder, or `latest` of the run; absent means the base model")
+    options = parser.parse_args(argv)
+    return run_rank(options.config, options.overrides, lambda config: _evaluate_checkpoint(config, options.checkpoint))
+
+
+def _evaluate_checkpoint(config: Any, checkpoint: str | None) -> None:
+    if config.data.eval is None:
+        raise ConfigError("data.eval is not set, so there is nothing to evaluate; name a file or a row generator")
+    with open_session(config, for_training=False) as session:
+        step = session.load_policy(checkpoint)
+        session.sync_weights(version=step)
+        metrics = evaluate(session, step=step, phase="eval")
+        if session.rollout:
+            print(json.dumps({"step": step, **metrics}, indent=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

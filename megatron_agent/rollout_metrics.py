@@ -1,0 +1,55 @@
+"""Numbers about a set of episodes: returns, success, lengths, endings, failures, age of the weights."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from trajectory.steps import ContextChange, TrajectoryGroup, TrajectoryStatus
+
+
+def rollout_metrics(groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str, float]:
+    """Flat metrics of all trajectories. `step` is the training step, against which the weights' age is measured.
+
+    `success_rate` counts an episode without a verdict by its return being positive.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not trajectories:
+        return {"episodes": 0.0}
+    scored = [t for t in trajectories if t.status is not TrajectoryStatus.ENV_FAILED]
+    returns = np.array([t.episode_return for t in scored] or [0.0])
+    steps = [step_ for t in trajectories for step_ in t.steps]
+    tokens = np.array([step_.num_trained_tokens for step_ in steps] or [0])
+    metrics: dict[str, float] = {
+        "episodes": float(len(trajectories)),
+        "return_mean": float(returns.mean()),
+        "return_std": float(returns.std()),
+        "success_rate": float(np.mean([_succeeded(t.success, t.episode_return) for t in scored] or [0.0])),
+        "steps_per_episode": len(steps) / len(trajectories),
+        "response_tokens": float(tokens.sum()),
+        "response_tokens_per_step": float(tokens.mean()),
+        "prompt_tokens": float(sum(len(step_.prompt_ids) for step_ in steps)),
+        "env_failed_frac": 1.0 - len(scored) / len(trajectories),
+        "equal_return_groups_frac": float(np.mean([_all_equal(group) for group in groups])),
+        "policy_lag_mean": float(np.mean([step - 1 - step_.policy_version for step_ in steps] or [0.0])),
+    }
+    prompt_tokens = max(1.0, metrics["prompt_tokens"])
+    metrics["prefix_cached_frac"] = sum(step_.info.get("num_cached_tokens", 0) for step_ in steps) / prompt_tokens
+    endings = Counter(t.steps[-1].stop_reason.value for t in trajectories if t.steps)
+    metrics |= {f"ended_{reason}_frac": count / len(trajectories) for reason, count in sorted(endings.items())}
+    changes = Counter(step_.context_change for step_ in steps)
+    metrics |= {f"context_{change.value}": float(changes[change]) for change in ContextChange if changes[change]}
+    for counter in ("tool_calls", "tool_errors", "bad_calls", "bad_actions", "cut_off"):
+        if any(counter in step_.info for step_ in steps):
+            metrics[counter] = float(sum(step_.info.get(counter, 0) for step_ in steps))
+    for name in sorted({name for t in scored for name in t.reward_parts}):
+        metrics[f"reward_{name}_mean"] = float(np.mean([t.reward_parts.get(name, 0.0) for t in scored]))
+    return metrics
+
+
+def _succeeded(success: bool | None, episode_return: float) -> bool:
+    return episode_return > 0 if success is None else success
+
+
+def _all_equal(group: TrajectoryGroup) -> bool:
+    return len({t.episode_return for t in group.trajectories}) <= 1

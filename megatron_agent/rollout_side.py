@@ -1,0 +1,158 @@
+"""What rank 0 alone owns: the rows, the fleet and its episodes, and everything that is written about a run."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.fleet import Fleet
+
+from launch import ray_cluster
+from megatron_agent.batching import TrainingBatch
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.console import TrainingDisplay
+from megatron_agent.data import Row, RowIterator, load_rows
+from megatron_agent.metrics import MetricsLogger, cut_jsonl
+from megatron_agent.report import write_report
+from megatron_agent.rollout_metrics import rollout_metrics
+from rollout.episodes import RolloutManager, RolloutResult
+from rollout.recorder import TrajectoryRecorder
+
+
+@dataclass(kw_only=True)
+class RolloutSide:
+    """Rank 0's part of a run; none of its methods is collective."""
+
+    config: ExperimentConfig
+    fleet: Fleet
+    episodes: RolloutManager
+    rows: RowIterator
+    eval_rows: list[Row]
+    logger: MetricsLogger
+    recorder: TrajectoryRecorder
+    display: TrainingDisplay
+
+    def start_training_rows(self, step: int) -> None:
+        """Queue the episodes of a training step."""
+        options = self.config.rollout
+        self.episodes.start(
+            self.rows.take(options.prompts_per_step),
+            step=step,
+            group_size=options.group_size,
+            temperature=options.temperature,
+            seed=self.config.run.seed,
+            phase="train",
+        )
+
+    def start_evaluation(self, step: int, phase: str) -> None:
+        """Queue the held-out episodes."""
+        options = self.config.eval
+        self.episodes.start(
+            self.eval_rows[: options.rows],
+            step=step,
+            group_size=options.samples,
+            temperature=options.temperature,
+            seed=self.config.run.seed,
+            phase=phase,
+        )
+
+    def run_episodes(self, *, step: int, phase: str) -> RolloutResult | None:
+        """Play what is queued and record it; None where restarted replicas want weights first, then call it again."""
+        result = self.episodes.run(lambda done, total: self.display.phase(f"{phase} {done}/{total} episodes"))
+        if result and self.config.logging.trajectories:
+            self.recorder.write(result.groups, step=step, phase=phase)
+        return result
+
+    def step_metrics(
+        self,
+        step: int,
+        result: RolloutResult,
+        batch: TrainingBatch,
+        updates: Sequence[Mapping[str, float]],
+        sync: Mapping[str, float],
+        seconds: Mapping[str, float],
+    ) -> dict[str, float]:
+        """The record of one training step: the mean over its updates beside what rollout, packing and sync report."""
+        metrics = rollout_metrics(result.groups, step=step) | batch.metrics | dict(sync) | dict(seconds)
+        for name in sorted({name for update in updates for name in update}):
+            values = [update[name] for update in updates if name in update]
+            metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+        # The gap between trainer and fleet is that of the first update: later ones train other weights.
+        metrics |= {name: value for name, value in (updates[0] if updates else {}).items() if "logprob_gap" in name}
+        trained = batch.metrics.get("packed_tokens", 0.0) * self.config.algorithm.epochs
+        metrics |= {
+            "num_updates": float(len(updates)),
+            "episode_retries": float(result.num_retries),
+            "rollout_tokens_per_s": metrics["response_tokens"] / max(1e-9, seconds["rollout_s"]),
+            "train_tokens_per_s": trained / max(1e-9, seconds["logprobs_s"] + seconds["update_s"]),
+        }
+        return metrics
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Write one record and show it."""
+        self.logger.log(metrics, step=step)
+        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        if "return_mean" in metrics:
+            self.display.step(metrics, step=step)
+        if evaluated:
+            self.display.message(
+                f"{step:6d}  held-out: return {evaluated['eval_return_mean']:.3f}, "
+                f"success {evaluated['eval_success_rate']:.0%} of {evaluated['eval_episodes']:.0f} episodes"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of rank 0."""
+        return {"rows": self.rows.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on after the step of `state`: data position, and files without what came later."""
+        self.rows.load_state_dict(state["rows"])
+        self.logger.cut_after(state["step"])
+        cut_jsonl(self.recorder.path, state["step"])
+        self.display.resume(state["step"])
+
+    def write_report(self) -> None:
+        """Write report.html, where configured, and say where it is."""
+        if self.config.logging.report:
+            path = write_report(run_folder(self.config), num_episodes=self.config.run.report_episodes)
+            self.display.message(f"report: {path}")
+
+
+def run_folder(config: ExperimentConfig) -> Path:
+    """Where a run writes."""
+    return Path(config.run.dir) / config.run.name
+
+
+@contextmanager
+def open_rollout_side(config: ExperimentConfig) -> Iterator[RolloutSide]:
+    """Load the rows, join or start Ray, start fleet and runners; end all of it afterwards."""
+    rows = load_rows(config.data.train, config.data.train_args)
+    eval_rows = load_rows(config.data.eval, config.data.eval_args) if config.data.eval else []
+    folder = run_folder(config)
+    with ExitStack() as stack:
+        display = TrainingDisplay(config.run.steps)
+        stack.callback(display.close)
+        display.phase("starting the fleet")
+        logger = MetricsLogger(folder, config.logging, run_name=config.run.name)
+        stack.callback(logger.close)
+        ray_cluster.connect(
+            config.cluster.ray_address, num_cpus=os.cpu_count() or 1, timeout_s=config.rollout.start_timeout_s
+        )
+        stack.callback(ray_cluster.disconnect)
+        fleet = Fleet(config)
+        stack.callback(fleet.shutdown)
+        fleet.start()
+        episodes = RolloutManager(config, fleet)
+        stack.callback(episodes.shutdown)
+        yield RolloutSide(
+            config=config,
+            fleet=fleet,
+            episodes=episodes,
+            rows=RowIterator(rows, seed=config.run.seed, shuffle=config.data.shuffle),
+            eval_rows=eval_rows,
+            logger=logger,
+            recorder=TrajectoryRecorder(folder),
+            display=display,
+        )

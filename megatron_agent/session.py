@@ -1,0 +1,169 @@
+"""What one rank of a run holds: model, optimizer and weight sender everywhere, the rollout side on rank 0.
+
+Wired here once and released here once; the loop in train.py only uses it. Methods are collective unless they
+say otherwise: every rank calls them, in the same order.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from parallel.weight_sender import WeightSender
+from torch import nn
+
+from megatron_agent.batching import Minibatch
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.errors import CheckpointError
+from megatron_agent.model_folders.registry import ensure_model_folder
+from megatron_agent.rollout_side import RolloutSide, open_rollout_side
+from parallel import checkpoint, process_groups
+from parallel.distribute import broadcast_object, scatter_microbatches
+from parallel.hf_export import export_hf
+from parallel.hf_folder import load_hf_weights
+from parallel.model import build_model, read_hf_config
+from parallel.optimizer import LrScheduler, build_optimizer
+from parallel.reference import ReferenceModel
+from parallel.train_step import PolicyTrainer
+from parallel.weight_source import MegatronWeightSource
+from rollout.episodes import RolloutResult
+from trajectory.packing import PackedMicrobatch
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One rank's parts of a run. `rollout` exists on rank 0 only; `policy` and `reference` where the run trains."""
+
+    config: ExperimentConfig
+    model_chunks: list[nn.Module]
+    rollout: RolloutSide | None
+    sender: WeightSender
+    policy: PolicyTrainer | None = None
+    reference: ReferenceModel | None = None
+    optimizer: Any = None
+    scheduler: LrScheduler | None = None
+    version: int = 0
+    """Of the weights that the fleet got last."""
+
+    def start_training(self) -> None:
+        """Make the optimizer, whose fp32 masters copy the weights as they are now, and the policy trainer."""
+        algorithm = self.config.algorithm
+        total_updates = self.config.run.steps * algorithm.epochs * algorithm.minibatches
+        self.optimizer = build_optimizer(self.config, self.model_chunks)
+        self.scheduler = LrScheduler(self.optimizer, self.config.optimizer, total_updates=total_updates)
+        self.policy = PolicyTrainer(self.config, self.model_chunks, self.optimizer, self.scheduler)
+
+    def newest_checkpoint(self) -> Path | None:
+        """Where this run goes on from, as run.resume says; None for a fresh start."""
+        folder = checkpoint_folder(self.config)
+        found = broadcast_object(checkpoint.latest(folder))
+        if found and self.config.run.resume == "never":
+            raise CheckpointError(
+                f"run.resume is `never`, but {found} exists; choose another run.name, or resume with run.resume=auto"
+            )
+        if found is None and self.config.run.resume == "must":
+            raise CheckpointError(f"run.resume is `must`, but {folder} holds no complete checkpoint")
+        return found
+
+    def restore(self, path: Path) -> int:
+        """Continue from a checkpoint: weights, optimizer, schedule, RNG, data position, metrics. Returns its step."""
+        state = checkpoint.load(
+            path, model_chunks=self.model_chunks, optimizer=self.optimizer, scheduler=self.scheduler
+        )
+        if self.rollout:
+            self.rollout.restore(state)
+        return state["step"]
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of `step`; the last `checkpoint.keep_last` stay."""
+        checkpoint.save(
+            checkpoint_folder(self.config),
+            step,
+            model_chunks=self.model_chunks,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            extra_state={"step": step, **(self.rollout.state_dict() if self.rollout else {})},
+            keep_last=self.config.checkpoint.keep_last,
+        )
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as an HF folder."""
+        export_hf(self.model_chunks, self.config.model.path, folder)
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """How batches have to be laid out for these ranks."""
+        sequence_parallel = self.config.parallel.sequence and process_groups.tensor_size() > 1
+        return {
+            "data_parallel_size": process_groups.data_size(),
+            "pad_multiple": process_groups.tensor_size() if sequence_parallel else 1,
+        }
+
+    def run_episodes(self, *, step: int, phase: str) -> RolloutResult | None:
+        """Play what rank 0 queued; its result there, None elsewhere.
+
+        A restarted replica gets the current weights before it serves: rank 0 asks the other ranks for them.
+        """
+        while True:
+            result = self.rollout.run_episodes(step=step, phase=phase) if self.rollout else None
+            if not broadcast_object(result is None):
+                return result
+            self.sync_weights(version=self.version)
+
+    def sync_weights(self, *, version: int) -> dict[str, float]:
+        """Hand the current weights to every replica of the fleet; returns what it took."""
+        self.version = version
+        return self.sender.send(version)
+
+    def score(self, microbatches: list[PackedMicrobatch], *, old: bool) -> list[PackedMicrobatch]:
+        """The same rows with the log-probs that the loss needs beside the current ones."""
+        assert self.policy is not None
+        if old:
+            logprobs = self.policy.compute_logprobs(microbatches)
+            microbatches = [replace(row, old_logprobs=v) for row, v in zip(microbatches, logprobs, strict=True)]
+        if self.reference:
+            logprobs = self.reference.compute_logprobs(microbatches)
+            microbatches = [replace(row, reference_logprobs=v) for row, v in zip(microbatches, logprobs, strict=True)]
+        return microbatches
+
+
+def share_minibatch(minibatch: Minibatch | None) -> tuple[list[PackedMicrobatch], float]:
+    """This data rank's microbatches and the denominator of the whole. Collective; rank 0 passes the minibatch."""
+    denominator = broadcast_object(minibatch.denominator if minibatch else None)
+    return scatter_microbatches(minibatch.per_data_rank if minibatch else None), denominator
+
+
+def checkpoint_folder(config: ExperimentConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.run.dir) / config.run.name / "checkpoints"
+
+
+@contextmanager
+def open_session(config: ExperimentConfig, *, for_training: bool = True, with_fleet: bool = True) -> Iterator[Session]:
+    """Join the other ranks, build the model with the base weights, start the fleet; release all of it at the end."""
+    with ExitStack() as stack:
+        process_groups.initialize(config.parallel, trainer_device(config), seed=config.run.seed)
+        stack.callback(process_groups.shutdown)
+        is_rank_0 = torch.distributed.get_rank() == 0
+        if is_rank_0:
+            ensure_model_folder(config.model)
+        torch.distributed.barrier(group=process_groups.cpu_group())
+        rollout = stack.enter_context(open_rollout_side(config)) if is_rank_0 and with_fleet else None
+        model_chunks = build_model(config.model.path, config=config, for_training=for_training)
+        load_hf_weights(model_chunks, config.model.path)
+        source = MegatronWeightSource(model_chunks, read_hf_config(config.model.path))
+        sender = WeightSender(source, config, rollout.fleet.sync_client() if rollout else None)
+        stack.callback(sender.close)
+        session = Session(config=config, model_chunks=model_chunks, rollout=rollout, sender=sender)
+        if for_training and config.algorithm.kl.coef > 0:
+            session.reference = ReferenceModel(config)
+        yield session
+
+
+def trainer_device(config: ExperimentConfig) -> torch.device:
+    """This rank's device: `cluster.device`, or CUDA where there is one."""
+    use_cuda = config.cluster.device == "cuda" or (config.cluster.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")

@@ -1,0 +1,104 @@
+"""The training loop. Every rank runs this file (SPMD, under torchrun); rank 0 also owns the rollout side.
+
+    rows -> episodes -> advantages -> packed rows -> old and reference log-probs -> updates -> weight sync -> rows
+
+What a rank holds is set up in session.py; what rank 0 alone does is in rollout_side.py.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_agent.batching import TrainingBatch, build_batch
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.evaluate import evaluate
+from megatron_agent.metrics import PhaseClock
+from megatron_agent.process import run_rank
+from megatron_agent.session import Session, open_session, share_minibatch
+from megatron_agent.warm_start import warm_start
+from parallel.distribute import broadcast_object
+from trajectory.packing import PackedMicrobatch
+
+
+def train(config: ExperimentConfig) -> None:
+    """Run the experiment, from its newest checkpoint if there is one. Collective over all ranks."""
+    with open_session(config) as session:
+        done = start(session)
+        for step in range(done + 1, config.run.steps + 1):
+            metrics = train_step(session, step)
+            if step == config.run.steps or is_due(config.eval.every, step):
+                metrics |= evaluate(session, step=step, phase="eval_after" if step == config.run.steps else "eval")
+            if session.rollout:
+                session.rollout.log(metrics, step=step)
+            if step == config.run.steps or is_due(config.checkpoint.every, step):
+                session.save(step)
+        if config.checkpoint.export_hf:
+            session.export(Path(config.run.dir) / config.run.name / "hf")
+        if session.rollout:
+            session.rollout.write_report()
+
+
+def start(session: Session) -> int:
+    """Bring weights and fleet to where the run begins or goes on; returns the last step that is done."""
+    resumed_from = session.newest_checkpoint()
+    if resumed_from is None and session.config.sft:
+        warm_start(session)
+    session.start_training()
+    done = session.restore(resumed_from) if resumed_from else 0
+    session.sync_weights(version=done)
+    if done == 0:
+        metrics = evaluate(session, step=0, phase="eval_before")
+        if session.rollout:
+            session.rollout.log(metrics, step=0)
+    return done
+
+
+def train_step(session: Session, step: int) -> dict[str, float]:
+    """Act, give credit, update, hand the new weights to the fleet. Returns the metrics on rank 0, {} elsewhere."""
+    algorithm, clock = session.config.algorithm, PhaseClock()
+    with clock("rollout"):
+        if session.rollout:
+            session.rollout.start_training_rows(step)
+        result = session.run_episodes(step=step, phase="train")
+    with clock("credit"):
+        batch = build_batch(result.groups, session.config, **session.layout) if result else None
+        minibatches = share(batch)
+    # Before the first update the policy is the one that acted, so its log-probs are the old ones.
+    on_policy = algorithm.epochs * len(minibatches) == 1
+    with clock("logprobs"):
+        minibatches = [(session.score(rows, old=not on_policy), denominator) for rows, denominator in minibatches]
+    with clock("update"):
+        updates = [
+            session.policy.update(rows, denominator=denominator, on_policy=on_policy)
+            for _ in range(algorithm.epochs)
+            for rows, denominator in minibatches
+        ]
+    with clock("sync"):
+        sync = session.sync_weights(version=step)
+    if session.rollout is None:
+        return {}
+    return session.rollout.step_metrics(step, result, batch, updates, sync, clock.seconds)
+
+
+def share(batch: TrainingBatch | None) -> list[tuple[list[PackedMicrobatch], float]]:
+    """Each minibatch's microbatches of this data rank, and its denominator. Rank 0 passes the batch."""
+    count = broadcast_object(len(batch.minibatches) if batch else None)
+    return [share_minibatch(batch.minibatches[index] if batch else None) for index in range(count)]
+
+
+def is_due(every: int, step: int) -> bool:
+    """True at each `every`-th step; never for 0."""
+    return every > 0 and step % every == 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of every rank of `megatron-agent train`."""
+    parser = argparse.ArgumentParser(prog="megatron_agent.train", description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_args(argv)
+    return run_rank(options.config, options.overrides, train)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

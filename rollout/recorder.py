@@ -1,0 +1,63 @@
+"""Trajectories to JSONL, one episode a line with all its steps, and back into records."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trajectory.steps import ContextChange, Step, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus
+
+FILE_NAME = "trajectories.jsonl"
+
+
+class TrajectoryRecorder:
+    """Appends episodes to a file; each line also says the training step and the phase it was played in."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.path = run_dir / FILE_NAME
+
+    def write(self, groups: Sequence[TrajectoryGroup], *, step: int, phase: str) -> None:
+        """Append all episodes of `groups`."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for group in groups:
+                for trajectory in group.trajectories:
+                    record = {"step": step, "phase": phase, **asdict(trajectory)}
+                    file.write(json.dumps(record, default=_plain, ensure_ascii=False) + "\n")
+
+
+def read_trajectories(path: Path) -> Iterator[tuple[int, str, Trajectory]]:
+    """(step, phase, trajectory) of each line, as it was recorded."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            record = json.loads(line)
+            step, phase = record.pop("step"), record.pop("phase")
+            record["steps"] = tuple(_step(fields) for fields in record["steps"])
+            record["status"] = TrajectoryStatus(record["status"])
+            yield step, phase, Trajectory(**record)
+
+
+def _step(fields: dict[str, Any]) -> Step:
+    return Step(
+        **fields
+        | {
+            "prompt_ids": np.array(fields["prompt_ids"], dtype=np.int32),
+            "response_ids": np.array(fields["response_ids"], dtype=np.int32),
+            "rollout_logprobs": np.array(fields["rollout_logprobs"], dtype=np.float32),
+            "response_mask": np.array(fields["response_mask"], dtype=bool),
+            "stop_reason": StopReason(fields["stop_reason"]),
+            "context_change": ContextChange(fields["context_change"]),
+        }
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{type(value).__name__} cannot be recorded as JSON")
