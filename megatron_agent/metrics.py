@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl always, TensorBoard and Weights & Biases where configured, and the console."""
+"""Where a run's numbers go: metrics.jsonl always, TensorBoard and Weights & Biases where configured."""
 
 import json
 import math
