@@ -6,7 +6,10 @@ one padded batch, and a causal kernel never looks at padding that lies behind ev
 Shapes: T tokens of the row, H query heads, G key-value heads of this tensor rank, D head dimension.
 """
 
+import dataclasses
+import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,17 +34,30 @@ class SegmentBatch:
     tokens: torch.Tensor | None = None
     """int64 [num_segments * longest]: the row index that fills each slot; padding repeats the segment's last token."""
 
+    def to(self, device: torch.device) -> "SegmentBatch":
+        tokens = None if self.tokens is None else self.tokens.to(device)
+        return dataclasses.replace(self, tokens=tokens)
+
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """Where a row's segments lie. Made once per row by `packed_row`; every layer reads it."""
+    """Where a row's segments lie. Made once per row by `packed_row`; every layer reads it.
+
+    Transformer Engine reads only what it inherits; the rest is worked out when PackedAttention first asks.
+    """
 
     position_ids: torch.Tensor = field(default=None)  # type: ignore[assignment]
     """int64 [T]."""
-    batches: tuple[SegmentBatch, ...] = ()
-    slot_of_token: torch.Tensor | None = None
-    """int64 [T]: each token's slot in the concatenated batches; None if that is the identity."""
+    bounds: tuple[int, ...] = ()
+    """cu_seqlens as numbers."""
     _rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @functools.cached_property
+    def plan(self) -> tuple[list[SegmentBatch], torch.Tensor | None]:
+        """The batches, and each token's slot in the concatenated batches, int64 [T] (None: the identity)."""
+        batches, slot_of_token = _plan_batches(self.bounds)
+        device = self.position_ids.device
+        return [batch.to(device) for batch in batches], None if slot_of_token is None else slot_of_token.to(device)
 
     def rotary(self, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, each [T, 1, D/2]; the same for all layers, so computed once."""
@@ -54,34 +70,26 @@ class PackedRow(PackedSeqParams):
 def packed_row(position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> PackedRow:
     """Describe a row for the model's forward pass.
 
-    `position_ids` int64 [T]; `cu_seqlens` int32 [S+1], first 0, last T. Both on the model's device or on CPU.
+    `position_ids` int64 [T] on the model's device; `cu_seqlens` int32 [S+1], first 0, last T, on any device.
     """
-    bounds = cu_seqlens.tolist()
-    device = position_ids.device
-    lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    cu_seqlens = cu_seqlens.to(device=device, dtype=torch.int32)
-    batches, slot_of_token = _plan_batches(bounds[:-1], lengths, bounds[-1])
+    bounds = tuple(cu_seqlens.tolist())
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    cu_seqlens = cu_seqlens.to(device=position_ids.device, dtype=torch.int32)
     return PackedRow(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         position_ids=position_ids,
-        batches=tuple(_to_device(batch, device) for batch in batches),
-        slot_of_token=None if slot_of_token is None else slot_of_token.to(device),
+        bounds=bounds,
     )
 
 
-def _to_device(batch: SegmentBatch, device: torch.device) -> SegmentBatch:
-    tokens = None if batch.tokens is None else batch.tokens.to(device)
-    return SegmentBatch(batch.num_segments, batch.longest, batch.first_token, tokens)
-
-
-def _plan_batches(
-    starts: list[int], lengths: list[int], num_tokens: int
-) -> tuple[list[SegmentBatch], torch.Tensor | None]:
+def _plan_batches(bounds: Sequence[int]) -> tuple[list[SegmentBatch], torch.Tensor | None]:
     """Group segments, longest first, so that little of each batch is padding."""
+    starts, num_tokens = bounds[:-1], bounds[-1]
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], starts[i]))
     batches: list[SegmentBatch] = []
     slot_of_token = torch.empty(num_tokens, dtype=torch.int64)
@@ -147,9 +155,9 @@ class PackedAttention(torch.nn.Module):
         """query [T, H, D], key and value [T, G, D] -> [T, H * D]."""
         cos, sin = packed_seq_params.rotary(self.inv_freq, query.dtype)
         query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-        outputs = [self._attend(batch, query, key, value) for batch in packed_seq_params.batches]
+        batches, slot_of_token = packed_seq_params.plan
+        outputs = [self._attend(batch, query, key, value) for batch in batches]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        slot_of_token = packed_seq_params.slot_of_token
         return output if slot_of_token is None else output.index_select(0, slot_of_token)
 
     def _attend(self, batch: SegmentBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -63,8 +63,8 @@ def token_logprobs(
 class _LogProbEntropy(torch.autograd.Function):
     """(logits [T, V], rows [N], targets [N]) -> (logprobs [N], entropy [N]).
 
-    With z = logits / temperature, m its maximum, Z = sum exp(z - m) over the whole vocabulary and p = exp(z - m) / Z:
-    log-prob = z[target] - m - log Z, entropy = m + log Z - sum p z.
+    With z = logits / temperature, m its maximum, y = z - m, S = sum exp y over the whole vocabulary, p = exp(y) / S:
+    log-prob = y[target] - log S, entropy = log S - sum p y.
     d logprob / dz = onehot(target) - p, d entropy / dz = -p * (log p + entropy).
     """
 
@@ -74,7 +74,7 @@ class _LogProbEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group = process_groups.tensor_group()
         maximum = logits.new_full((len(rows),), -torch.inf, dtype=torch.float32)
-        # Sums over the vocabulary relative to the local maximum: of exp, of exp * z, and z of the target.
+        # Over the vocabulary, with y = z - m: sum exp y, sum y exp y, and y of the target.
         sums = logits.new_zeros((3, len(rows)), dtype=torch.float32)
         local_targets = targets - vocab.start
         is_local = (local_targets >= 0) & (local_targets < vocab.num_real)
@@ -83,21 +83,27 @@ class _LogProbEntropy(torch.autograd.Function):
             for part in _chunks(logits, rows, vocab):
                 z = _scaled(logits, rows[part], vocab)
                 maximum[part] = z.amax(dim=-1)
-                target_z = z.gather(1, local_targets[part, None]).squeeze(1)
-                sums[2, part] = torch.where(is_local[part], target_z, 0.0)
-                exp = (z - maximum[part, None]).exp_()
+                y = z.sub_(maximum[part, None])
+                sums[2, part] = y.gather(1, local_targets[part, None]).squeeze(1)
+                exp = y.exp()
                 sums[0, part] = exp.sum(dim=-1)
-                sums[1, part] = z.mul_(exp).sum(dim=-1)
+                sums[1, part] = y.mul_(exp).sum(dim=-1)
         if group.size() > 1:
             local_maximum = maximum.clone()
             dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-            sums[:2] *= (local_maximum - maximum).exp()
+            if vocab.num_real:  # from the local to the global maximum
+                shift = local_maximum - maximum
+                sums[1] = shift.exp() * (sums[1] + shift * sums[0])
+                sums[0] *= shift.exp()
+                sums[2] += shift
+            sums[2] = torch.where(is_local, sums[2], 0.0)
             dist.all_reduce(sums, group=group)
-        log_normalizer = maximum + sums[0].log()
-        entropy = log_normalizer - sums[1] / sums[0]
+        log_sum = sums[0].log()
+        entropy = log_sum - sums[1] / sums[0]
+        log_normalizer = maximum + log_sum
         ctx.save_for_backward(logits, rows, local_targets, is_local, log_normalizer, entropy)
         ctx.vocab = vocab
-        return sums[2] - log_normalizer, entropy
+        return sums[2] - log_sum, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

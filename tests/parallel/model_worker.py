@@ -25,7 +25,7 @@ from parallel import logprobs as logprobs_module
 from parallel.hf_folder import load_hf_weights
 from parallel.logprobs import token_logprobs
 from parallel.model import build_model, forward_row, read_hf_config
-from parallel.weight_source import MegatronWeightSource, as_vllm_source
+from parallel.weight_source import MegatronWeightSource
 
 
 def build_and_load(job: dict) -> list[torch.nn.Module]:
@@ -120,20 +120,16 @@ def export(job: dict, out: Path) -> None:
     tensors = {name: tensor.clone() for name, tensor in everywhere}
     assert all(tensor.is_contiguous() for _, tensor in everywhere)
     metadata = [tuple(meta) for meta in everywhere.metadata()]
-    if job.get("vllm"):
-        wrapped = as_vllm_source(everywhere)
-        assert [(m.name, m.dtype, m.shape) for m in wrapped.metadata()] == metadata
-        assert [name for names, _ in wrapped.iter_groups() for name in names] == [name for name, *_ in metadata]
     only_rank_0 = {name: tensor.numel() for name, tensor in MegatronWeightSource(chunks, hf_config)}
     findings = {"tensors": tensors, "metadata": metadata, "numel": only_rank_0}
     torch.save(findings, out / f"{job['name']}_rank{dist.get_rank()}.pt")
 
 
 def full_disk(job: dict, out: Path) -> None:
-    """Export where rank 0 can write no more than 64 KiB a file."""
+    """Export where rank 0 can write no more than 16 KiB a file."""
     chunks = build_and_load(job)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, resource.RLIM_INFINITY))
     try:
         hf_export.export_hf(chunks, job["model"], Path(job["target"]))
         error = ""
