@@ -156,7 +156,6 @@ def open_session(config: ExperimentConfig, *, for_training: bool = True, with_fl
         load_hf_weights(model_chunks, config.model.path)
         source = MegatronWeightSource(model_chunks, read_hf_config(config.model.path))
         sender = WeightSender(source, config, rollout.fleet.sync_client() if rollout else None)
-        stack.callback(sender.close)
         session = Session(config=config, model_chunks=model_chunks, rollout=rollout, sender=sender)
         if for_training and config.algorithm.kl.coef > 0:
             session.reference = ReferenceModel(config)

@@ -1,0 +1,51 @@
+"""The layout of one bucket of weights in shared memory: what the trainer writes and every replica reads.
+
+A bucket is a file in the host's shared memory. Tensors lie one after another, each at a 64-byte boundary, and are
+described by entries that travel with the update request. A bucket is written once, read by all replicas of the host,
+and unlinked by its writer; readers that still hold views of it keep its pages until they drop them.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+BACKEND = "shared_memory"
+"""The engine's name in vLLM's weight-transfer registry."""
+SHARED_MEMORY_DIR = "/dev/shm"
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketEntry:
+    """One tensor of a bucket."""
+
+    name: str
+    dtype: str
+    """torch's name without `torch.`, for example `bfloat16`."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file."""
+    num_bytes: int
+    checksum: int | None = None
+    """`checksum` of the sender's tensor, where sync.verify asks for it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as vLLM's update requests carry them."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def aligned(offset: int) -> int:
+    """The next offset at which a tensor may begin."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def checksum(tensor: "torch.Tensor") -> int:
+    """A CRC-32 of the tensor's bytes; equal on both sides exactly where the bytes are, up to one chance in 2**32."""
+    import zlib
+
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(memoryview(flat.cpu().numpy()))

@@ -1,0 +1,186 @@
+"""One replica: a vLLM AsyncLLM inside a Ray actor. Token ids in, token ids and log-probs out.
+
+The replica serves only while it has the weights of a known version: not before its first update, and not between
+`begin_update` and `commit_update`. So a trainer that dies in the middle of a sync leaves a replica that refuses, never
+one that answers with half-new weights.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.errors import FleetError
+from megatron_agent.generation import Completion, SamplingParams
+
+NO_WEIGHTS = -1
+"""The version of a replica that waits for weights."""
+OWN_ENGINE_ARGS = frozenset(
+    {"model", "dtype", "max_model_len", "tensor_parallel_size", "logprobs_mode", "weight_transfer_config", "seed",
+     "gpu_memory_utilization", "kv_cache_memory_bytes", "distributed_executor_backend"}
+)  # fmt: skip
+"""Engine arguments that the configuration decides elsewhere; rollout.engine_args may not set them."""
+
+
+class ReplicaEngine:
+    """Ray actor. All methods are coroutines and may run at the same time."""
+
+    def __init__(self, config: ExperimentConfig, *, on_cpu: bool, backend: str, log_path: str) -> None:
+        self._config = config
+        self._on_cpu = on_cpu
+        self._backend = backend
+        self._version = NO_WEIGHTS
+        self._engine: Any = None
+        self._next_request = 0
+        self._end_of_turn = _end_of_turn_ids(config.model.path)
+        _log_to(Path(log_path))
+        if on_cpu:
+            _prepare_cpu(config)
+
+    async def start(self) -> None:
+        """Build the engine; returns when it can take weights."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args()))
+
+    def _engine_args(self) -> dict[str, Any]:
+        from vllm.config import WeightTransferConfig
+
+        rollout, model = self._config.rollout, self._config.model
+        arguments: dict[str, Any] = {
+            "model": model.path,
+            "dtype": {"fp32": "float32", "bf16": "bfloat16"}[model.dtype],
+            "max_model_len": rollout.max_model_len,
+            "tensor_parallel_size": rollout.tensor_parallel,
+            "logprobs_mode": "processed_logprobs",
+            "weight_transfer_config": WeightTransferConfig(backend=self._backend),
+            "seed": self._config.run.seed,
+            "enable_prefix_caching": True,
+            "max_num_seqs": min(256, rollout.max_concurrent_episodes),
+            "disable_log_stats": True,
+        }
+        if self._on_cpu:
+            # Compiling costs 25 s at every start and gains nothing measurable on CPU.
+            arguments |= {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30), "enforce_eager": True}
+        else:
+            arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        if rollout.tensor_parallel == 1:
+            arguments["distributed_executor_backend"] = "uni"
+        return arguments | rollout.engine_args
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """Sample one completion; raises FleetError where the replica has no weights yet."""
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._version == NO_WEIGHTS:
+            raise FleetError("a replica was asked to generate before it had weights; send weights first")
+        request = VllmSamplingParams(
+            temperature=params.temperature,
+            max_tokens=params.max_tokens,
+            stop=list(params.stop) or None,
+            stop_token_ids=[*self._end_of_turn, *params.stop_token_ids],
+            seed=params.seed,
+            logprobs=0,
+            detokenize=bool(params.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._next_request += 1
+        version = self._version
+        prompt = {"prompt_token_ids": list(prompt_ids)}
+        output: Any = None
+        async for output in self._engine.generate(prompt, request, f"request-{self._next_request}"):
+            pass
+        sampled = output.outputs[0]
+        token_ids = list(sampled.token_ids)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=[entry[token].logprob for entry, token in zip(sampled.logprobs, token_ids, strict=True)],
+            finish_reason=sampled.finish_reason or "abort",
+            policy_version=version,
+            num_cached_tokens=output.num_cached_tokens or 0,
+        )
+
+    async def version(self) -> int:
+        """The version of the weights that serve; NO_WEIGHTS where none do."""
+        return self._version
+
+    async def begin_update(self) -> None:
+        """Stop serving and wait until no request is in flight."""
+        self._version = NO_WEIGHTS
+        await self._engine.pause_generation(mode="wait", clear_cache=True)
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """vLLM's handshake with the trainer's transport."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def start_weight_update(self) -> None:
+        """Open the bracket of one update."""
+        await self._engine.start_weight_update()
+
+    async def update_weights(self, update_info: Any) -> None:
+        """Load one bucket."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def finish_weight_update(self) -> None:
+        """Close the bracket."""
+        await self._engine.finish_weight_update()
+
+    async def commit_update(self, version: int) -> None:
+        """Serve again, with these weights and without cached prefixes of older ones."""
+        await self._engine.update_weight_version(str(version))
+        await self._engine.reset_prefix_cache()
+        await self._engine.resume_generation()
+        self._version = version
+
+    async def shutdown(self) -> None:
+        """End the engine and its processes."""
+        if self._engine is not None:
+            self._engine.shutdown()
+        await asyncio.sleep(0)
+
+
+def _end_of_turn_ids(folder: str) -> list[int]:
+    """The ids that end a turn, from the model folder's generation_config.json or config.json."""
+    import json
+
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        if path.exists() and (ids := json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) is not None:
+            return list(ids) if isinstance(ids, list) else [ids]
+    return []
+
+
+def _log_to(path: Path) -> None:
+    """Send what this actor and the engine's processes print to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _prepare_cpu(config: ExperimentConfig) -> None:
+    """Environment that vLLM's CPU build reads when it is imported."""
+    threads = config.rollout.engine_threads or max(1, (os.cpu_count() or 1) // config.rollout.replicas)
+    os.environ |= {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        # Idle OpenMP threads sleep at once: the trainer's ranks need the cores.
+        "KMP_BLOCKTIME": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(config.rollout.kv_cache_gib))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+

@@ -1,0 +1,236 @@
+"""The fleet: replicas, who serves which episode, health, and the weights' way in.
+
+    FleetClient (in every runner) --generate--> replica 0..N-1 (ReplicaEngine actors)
+    SyncClient  (rank 0)          --begin, buckets, commit--> all replicas at once
+
+Replicas are Ray actors with fixed names, so a client finds a restarted one under the name of the dead one. A restarted
+replica refuses to serve until the next `commit`: `needs_weights` says that it waits.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.errors import FleetError, WeightSyncError
+from megatron_agent.generation import Completion, SamplingParams
+from megatron_agent.weight_buckets import BACKEND
+from rollout.engine import NO_WEIGHTS, ReplicaEngine
+
+HEALTH_TIMEOUT_S = 30.0
+SHUTDOWN_TIMEOUT_S = 10.0
+
+
+class ReplicaDiedError(RuntimeError):
+    """The replica of an episode is gone; the episode can be played again on another one."""
+
+
+class FleetClient:
+    """Generates on the fleet (a GenerateFn). Picklable; each process routes its own sessions.
+
+    A session stays on one replica, so that its prefix stays cached; a new one goes where this process has the
+    fewest.
+    """
+
+    def __init__(self, names: Sequence[str], *, timeout_s: float) -> None:
+        self._names = list(names)
+        self._timeout_s = timeout_s
+        self._handles: dict[str, Any] = {}
+        self._replica_of: dict[str, str] = {}
+        self._sessions = dict.fromkeys(names, 0)
+
+    async def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Completion:
+        """Raises ReplicaDiedError where the replica is gone, FleetError after rollout.generate_timeout_s."""
+        name = self._replica_of.get(session_id) or self._assign(session_id)
+        try:
+            if name not in self._handles:
+                self._handles[name] = ray.get_actor(name)
+            reference = self._handles[name].generate.remote(prompt_ids, params)
+            return await asyncio.wait_for(reference, self._timeout_s)
+        except (ray.exceptions.RayActorError, ValueError) as error:  # ValueError: no actor of that name
+            self._handles.pop(name, None)
+            raise ReplicaDiedError(f"{name} died: {error}") from error
+        except TimeoutError as error:
+            raise FleetError(
+                f"{name} gave no completion within rollout.generate_timeout_s={self._timeout_s:g}; "
+                "raise it, or lower agent.max_response_tokens or rollout.max_concurrent_episodes"
+            ) from error
+
+    def forget(self, session_id: str) -> None:
+        """The session is over."""
+        if (name := self._replica_of.pop(session_id, None)) is not None:
+            self._sessions[name] -= 1
+
+    def _assign(self, session_id: str) -> str:
+        name = min(self._names, key=self._sessions.__getitem__)
+        self._replica_of[session_id] = name
+        self._sessions[name] += 1
+        return name
+
+
+class Fleet:
+    """Owns the replicas. Used by rank 0 only; Ray must be connected."""
+
+    def __init__(self, config: ExperimentConfig, *, on_cpu: bool = True) -> None:
+        if not ray.is_initialized():
+            raise FleetError("Ray is not connected; call launch.ray_cluster.connect first")
+        self._config = config
+        self._on_cpu = on_cpu
+        self._backend = sync_backend(config, on_cpu=on_cpu)
+        run = uuid.uuid4().hex[:8]
+        self._names = [f"replica-{index}-{run}" for index in range(config.rollout.replicas)]
+        self._actors: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Start all replicas; raises FleetError where they are not up within rollout.start_timeout_s."""
+        for name in self._names:
+            self._actors[name] = self._start_one(name)
+        self._await_started(self._names)
+
+    def _start_one(self, name: str) -> Any:
+        index = self._names.index(name)
+        log_path = Path(self._config.run.dir) / self._config.run.name / "logs" / f"replica-{index}.log"
+        gpus = 0 if self._on_cpu else self._config.rollout.tensor_parallel
+        actor = ray.remote(ReplicaEngine).options(
+            name=name, num_cpus=0, num_gpus=gpus, max_concurrency=self._config.rollout.max_concurrent_episodes + 8
+        )
+        return actor.remote(
+            self._config, on_cpu=self._on_cpu, backend=self._backend, log_path=str(log_path.absolute())
+        )
+
+    def _await_started(self, names: Sequence[str]) -> None:
+        timeout_s = self._config.rollout.start_timeout_s
+        folder = Path(self._config.run.dir) / self._config.run.name / "logs"
+        try:
+            ray.get([self._actors[name].start.remote() for name in names], timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise FleetError(
+                f"the replicas were not up after rollout.start_timeout_s={timeout_s:g}; see {folder}/replica-*.log"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise FleetError(f"a replica could not start: {_last_line(error)}; see {folder}/replica-*.log") from error
+
+    def client(self) -> FleetClient:
+        """A picklable client for runners."""
+        return FleetClient(self._names, timeout_s=self._config.rollout.generate_timeout_s)
+
+    def sync_client(self) -> "FleetSyncClient":
+        """Drives weight updates."""
+        return FleetSyncClient(self)
+
+    def actors(self) -> list[Any]:
+        """The replicas' handles, in order."""
+        return [self._actors[name] for name in self._names]
+
+    @property
+    def needs_weights(self) -> bool:
+        """True while some replica waits for weights."""
+        return NO_WEIGHTS in self.versions()
+
+    def versions(self) -> list[int]:
+        """The version that each replica serves."""
+        return ray.get([actor.version.remote() for actor in self.actors()], timeout=HEALTH_TIMEOUT_S)
+
+    def ensure_healthy(self) -> list[str]:
+        """Restart the replicas that died; returns their names. They serve after the next weight sync."""
+        dead = [name for name in self._names if not self._is_alive(name)]
+        for name in dead:
+            ray.kill(self._actors[name])
+            self._actors[name] = self._start_replacement(name)
+        if dead:
+            self._await_started(dead)
+        return dead
+
+    def _start_replacement(self, name: str) -> Any:
+        """A new actor under the dead one's name, which Ray frees a moment after the death."""
+        deadline = time.monotonic() + HEALTH_TIMEOUT_S
+        while True:
+            try:
+                return self._start_one(name)
+            except ValueError as error:
+                if time.monotonic() > deadline:
+                    raise FleetError(f"{name} died and Ray still holds its name after {HEALTH_TIMEOUT_S:g} s") from error
+                time.sleep(0.2)
+
+    def _is_alive(self, name: str) -> bool:
+        try:
+            ray.get(self._actors[name].version.remote(), timeout=HEALTH_TIMEOUT_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return False
+        return True
+
+    def shutdown(self) -> None:
+        """End all replicas and their processes."""
+        actors, self._actors = list(self._actors.values()), {}
+        if not ray.is_initialized():
+            return
+        ray.wait([actor.shutdown.remote() for actor in actors], num_returns=len(actors), timeout=SHUTDOWN_TIMEOUT_S)
+        for actor in actors:
+            ray.kill(actor)
+
+
+class FleetSyncClient:
+    """Weight updates of all replicas at once: `begin`, vLLM's own protocol, `commit`."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._timeout_s = fleet._config.sync.timeout_s
+        self._tensor_parallel = fleet._config.rollout.tensor_parallel
+
+    def begin(self) -> None:
+        """Restart what died, then take every replica out of service."""
+        self._fleet.ensure_healthy()
+        self._all("begin_update")
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """The handshake; replicas take the ranks behind the trainer's in the transport's group, one after another."""
+        calls = []
+        for index, actor in enumerate(self._fleet.actors()):
+            own = dict(init_info)
+            if "rank_offset" in own:
+                own["rank_offset"] += index * self._tensor_parallel
+            calls.append(actor.init_weight_transfer_engine.remote(own))
+        self._wait(calls, "init_weight_transfer_engine")
+
+    def start_weight_update(self) -> None:
+        self._all("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all("finish_weight_update")
+
+    def commit(self, version: int) -> None:
+        """Serve again, with weights of this version."""
+        self._all("commit_update", version)
+
+    def _all(self, method: str, *arguments: Any) -> None:
+        self._wait([getattr(actor, method).remote(*arguments) for actor in self._fleet.actors()], method)
+
+    def _wait(self, calls: list[Any], what: str) -> None:
+        try:
+            ray.get(calls, timeout=self._timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise WeightSyncError(f"{what} took longer than sync.timeout_s={self._timeout_s:g}") from error
+        except ray.exceptions.RayError as error:
+            raise WeightSyncError(f"{what} failed on a replica: {_last_line(error)}") from error
+
+
+def sync_backend(config: ExperimentConfig, *, on_cpu: bool) -> str:
+    """The transport of weights that sync.backend asks for on this device."""
+    if config.sync.backend != "auto":
+        return config.sync.backend
+    if on_cpu:
+        return BACKEND
+    return "ipc" if config.cluster.colocate else "nccl"
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
