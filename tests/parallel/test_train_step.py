@@ -51,6 +51,9 @@ def runs(tmp_path_factory):
     one_rank += [base | {"name": "bf16", "dtype": "bf16"}, bf16 | {"parallel": {"distributed_optimizer": True}}]
     shuffled = base | {"packing": "four_rows_shuffled"}  # on dp4, one rank has nothing but padding
     four_ranks = [shuffled | {"name": name, "parallel": sizes} for name, sizes in FOUR_RANKS.items()]
+    sft = {"name": "sft_tp2_pp2", "sft_updates": 3, "parallel": FOUR_RANKS["tp2_pp2"]}
+    frozen = {"name": "reference_tp2_pp2", "reference": True, "parallel": FOUR_RANKS["tp2_pp2"]}
+    four_ranks += [shuffled | sft, shuffled | frozen]
     untied = {"model": str(folder / "untied"), "parallel": FOUR_RANKS["tp2_pp2"], "name": "tp2_pp2_untied"}
     trajectory = {"denominator": "trajectory", "parallel": FOUR_RANKS["tp2_pp2"], "name": "tp2_pp2_trajectory"}
     four_ranks += [shuffled | untied, shuffled | trajectory]
@@ -169,3 +172,26 @@ def test_metrics_are_means_over_trained_tokens(runs):
     assert metrics["num_tokens"] == trained
     assert 0 < metrics["clip_frac"] < 1
     assert 5 < metrics["entropy"] < math.log(400)
+
+
+def test_reference_is_the_base_model_after_updates_of_the_policy(runs):
+    """On two pipeline stages; and log-probs are 0 where nothing is trained."""
+    extra = result(runs, "reference_tp2_pp2").extra
+    assert extra["reference_logprobs"] == extra["first_logprobs"]
+    rows = trainer_rows.plan("four_rows_shuffled", "token", data_size=1)[0]
+    for values, row in zip(extra["first_logprobs"], rows, strict=True):
+        assert torch.equal(torch.tensor(values) != 0, row.loss_mask)
+
+
+def test_supervised_update_is_the_mean_negative_log_likelihood(runs):
+    model = AutoModelForCausalLM.from_pretrained(runs / "tied", dtype=torch.float32)
+    samples = trainer_rows.make_samples()
+    total = 0.0
+    for sample in samples:
+        with torch.no_grad():
+            log_p = model(input_ids=sample.token_ids[None]).logits[0, :-1].log_softmax(-1)
+        logprobs = log_p.gather(1, sample.token_ids[1:, None]).squeeze(1)
+        total -= logprobs[sample.mask[1:]].sum().item()
+    losses = [metrics["loss"] for metrics in result(runs, "sft_tp2_pp2").metrics]
+    assert losses[0] == pytest.approx(total / trainer_rows.denominator(samples, "token"), rel=1e-5)
+    assert losses[2] < losses[1] < losses[0]

@@ -26,6 +26,8 @@ from parallel.distribute import scatter_microbatches
 from parallel.hf_folder import load_hf_weights
 from parallel.model import build_model, read_hf_config
 from parallel.optimizer import LrScheduler, build_optimizer
+from parallel.reference import ReferenceModel
+from parallel.sft_step import run_sft
 from parallel.train_step import PolicyTrainer
 from parallel.weight_source import MegatronWeightSource
 
@@ -35,6 +37,7 @@ def experiment(job: dict) -> ExperimentConfig:
         "run": {"name": "test"},
         "model": {"path": job["model"], "dtype": job.get("dtype", "fp32")},
         "data": {"train": "unused"},
+        "sft": {"data": "unused", "lr": 1e-3},
         "parallel": {"timeout_s": 60} | job.get("parallel", {}),
         "rollout": {"temperature": job.get("temperature", 1.0)},
         "algorithm": {
@@ -91,6 +94,16 @@ class Run:
                 self.save(self.job["save"], index + 1)
         return metrics
 
+    def score_with_reference(self) -> None:
+        """After the updates: what the frozen base model says, beside what the policy said before them."""
+        microbatches, _ = self.microbatches()
+        logprobs = ReferenceModel(self.config).compute_logprobs(microbatches)
+        self.extra["reference_logprobs"] = [values.tolist() for values in logprobs]
+
+    def supervised_updates(self) -> list[dict[str, float]]:
+        microbatches, total = self.microbatches()
+        return list(run_sft(self.config, self.chunks, [(microbatches, total)] * self.job["sft_updates"]))
+
     def whole_model(self) -> dict[str, torch.Tensor]:
         source = MegatronWeightSource(self.chunks, read_hf_config(self.job["model"]))
         return {name: tensor.clone() for name, tensor in source}
@@ -100,9 +113,11 @@ def run_job(job: dict, out: Path) -> None:
     run = Run(job)
     if job.get("save_at_start"):
         run.save(job["save"], 0)
-    run.extra["metrics"] = run.updates()
     microbatches, _ = run.microbatches()
-    run.extra["logprobs"] = [logprobs.tolist() for logprobs in run.trainer.compute_logprobs(microbatches)]
+    run.extra["first_logprobs"] = [values.tolist() for values in run.trainer.compute_logprobs(microbatches)]
+    run.extra["metrics"] = run.supervised_updates() if "sft_updates" in job else run.updates()
+    if job.get("reference"):
+        run.score_with_reference()
     run.extra["main_grad_dtypes"] = sorted({str(p.main_grad.dtype) for p in run.chunks[0].parameters()})
     if "full_disk_on_rank" in job:
         run.extra["disk_full"] = save_on_full_disk(run, job)
