@@ -15,7 +15,6 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Besides the tokenizer's end-of-turn token, which always stops."""
-    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,6 @@ class RolloutSide:
             step=step,
             group_size=options.group_size,
             temperature=options.temperature,
-            seed=self.config.run.seed,
             phase="train",
         )
 
@@ -54,7 +53,6 @@ class RolloutSide:
             step=step,
             group_size=options.samples,
             temperature=options.temperature,
-            seed=self.config.run.seed,
             phase=phase,
         )
 

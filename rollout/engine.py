@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import FleetError
 from megatron_agent.generation import Completion, SamplingParams
@@ -28,8 +30,10 @@ OWN_ENGINE_ARGS = frozenset(
 class ReplicaEngine:
     """Ray actor. All methods are coroutines and may run at the same time."""
 
-    def __init__(self, config: ExperimentConfig, *, on_cpu: bool, backend: str, log_path: str) -> None:
+    def __init__(self, config: ExperimentConfig, *, seed: int, on_cpu: bool, backend: str, log_path: str) -> None:
+        """`seed` is this replica's alone: equal ones would sample alike from equal prompts."""
         self._config = config
+        self._seed = seed
         self._on_cpu = on_cpu
         self._backend = backend
         self._version = NO_WEIGHTS
@@ -58,7 +62,7 @@ class ReplicaEngine:
             "tensor_parallel_size": rollout.tensor_parallel,
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": WeightTransferConfig(backend=self._backend),
-            "seed": self._config.run.seed,
+            "seed": self._seed,
             "enable_prefix_caching": True,
             "max_num_seqs": min(256, rollout.max_concurrent_episodes),
             "disable_log_stats": True,
@@ -76,6 +80,7 @@ class ReplicaEngine:
         """Sample one completion; raises FleetError where the replica has no weights yet."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._version == NO_WEIGHTS:
             raise FleetError("a replica was asked to generate before it had weights; send weights first")
@@ -84,7 +89,6 @@ class ReplicaEngine:
             max_tokens=params.max_tokens,
             stop=list(params.stop) or None,
             stop_token_ids=[*self._end_of_turn, *params.stop_token_ids],
-            seed=params.seed,
             logprobs=0,
             detokenize=bool(params.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -93,8 +97,12 @@ class ReplicaEngine:
         version = self._version
         prompt = {"prompt_token_ids": list(prompt_ids)}
         output: Any = None
-        async for output in self._engine.generate(prompt, request, f"request-{self._next_request}"):
-            pass
+        try:
+            async for output in self._engine.generate(prompt, request, f"request-{self._next_request}"):
+                pass
+        except EngineDeadError:
+            self._engine.shutdown()
+            ray.actor.exit_actor()  # a replica whose engine died is a dead replica: the fleet starts another
         sampled = output.outputs[0]
         token_ids = list(sampled.token_ids)
         return Completion(
@@ -173,14 +181,14 @@ def _log_to(path: Path) -> None:
 def _prepare_cpu(config: ExperimentConfig) -> None:
     """Environment that vLLM's CPU build reads when it is imported."""
     threads = config.rollout.engine_threads or max(1, (os.cpu_count() or 1) // config.rollout.replicas)
+    if config.rollout.tensor_parallel == 1:
+        # Lets the worker live in the engine's own process, which saves 18 s at each start.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
         # Idle OpenMP threads sleep at once: the trainer's ranks need the cores.
         "KMP_BLOCKTIME": "0",
-        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(config.rollout.kv_cache_gib))),
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-

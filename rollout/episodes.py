@@ -11,7 +11,6 @@ raise ends in the trajectory; nothing else is caught.
 
 import asyncio
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -43,7 +42,6 @@ class EpisodeRequest:
     group_id: str
     trajectory_id: str
     temperature: float
-    seed: int
     attempt: int = 0
 
 
@@ -78,7 +76,6 @@ class EpisodeRunner:
             agent=self._config.agent,
             limits=self._config.rollout,
             temperature=request.temperature,
-            seed=request.seed,
             trajectory_id=request.trajectory_id,
             group_id=request.group_id,
             run_sync=lambda function: loop.run_in_executor(self._threads, function),
@@ -156,10 +153,9 @@ class RolloutManager:
         self._num_retries = 0
 
     def start(
-        self, rows: Sequence[Row], *, step: int, group_size: int, temperature: float, seed: int, phase: str = "train"
+        self, rows: Sequence[Row], *, step: int, group_size: int, temperature: float, phase: str = "train"
     ) -> None:
-        """Queue `group_size` episodes of every row; `run` plays them. What an episode samples depends on `seed`,
-        step, phase and its place alone (and on the weights)."""
+        """Queue `group_size` episodes of every row; `run` plays them."""
         self._waiting, self._finished, self._order, self._num_retries = [], {}, [], 0
         self._started = time.monotonic()
         for place, row in enumerate(rows):
@@ -172,9 +168,8 @@ class RolloutManager:
                     group_id=group_id,
                     trajectory_id=trajectory_id,
                     temperature=temperature,
-                    seed=_episode_seed(seed, phase, step, place, sample),
                 )
-                for sample, trajectory_id in enumerate(ids)
+                for trajectory_id in ids
             ]
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> RolloutResult | None:
@@ -277,8 +272,3 @@ def _cut(steps: Sequence[Step]) -> list[Step]:
     if not steps or steps[-1].terminated or steps[-1].truncated:
         return list(steps)
     return [*steps[:-1], replace(steps[-1], truncated=True, stop_reason=StopReason.TIME_LIMIT)]
-
-
-def _episode_seed(seed: int, phase: str, step: int, place: int, sample: int) -> int:
-    """31 bits, equal in every process and run."""
-    return zlib.crc32(f"{seed}/{phase}/{step}/{place}/{sample}".encode()) & 0x7FFFFFFF

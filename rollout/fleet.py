@@ -10,6 +10,7 @@ replica refuses to serve until the next `commit`: `needs_weights` says that it w
 import asyncio
 import time
 import uuid
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import ray
 
 from megatron_agent.config import ExperimentConfig
-from megatron_agent.errors import FleetError, WeightSyncError
+from megatron_agent.errors import FleetError, MegatronAgentError, WeightSyncError
 from megatron_agent.generation import Completion, SamplingParams
 from megatron_agent.weight_buckets import BACKEND
 from rollout.engine import NO_WEIGHTS, ReplicaEngine
@@ -55,6 +56,10 @@ class FleetClient:
         except (ray.exceptions.RayActorError, ValueError) as error:  # ValueError: no actor of that name
             self._handles.pop(name, None)
             raise ReplicaDiedError(f"{name} died: {error}") from error
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error, MegatronAgentError):
+                raise
+            raise FleetError(f"{name} failed: {_last_line(error)}; see its log in the run folder") from error
         except TimeoutError as error:
             raise FleetError(
                 f"{name} gave no completion within rollout.generate_timeout_s={self._timeout_s:g}; "
@@ -85,6 +90,7 @@ class Fleet:
         run = uuid.uuid4().hex[:8]
         self._names = [f"replica-{index}-{run}" for index in range(config.rollout.replicas)]
         self._actors: dict[str, Any] = {}
+        self._num_starts = 0
 
     def start(self) -> None:
         """Start all replicas; raises FleetError where they are not up within rollout.start_timeout_s."""
@@ -95,12 +101,14 @@ class Fleet:
     def _start_one(self, name: str) -> Any:
         index = self._names.index(name)
         log_path = Path(self._config.run.dir) / self._config.run.name / "logs" / f"replica-{index}.log"
+        self._num_starts += 1
+        seed = zlib.crc32(f"{self._config.run.seed}/{self._num_starts}".encode())
         gpus = 0 if self._on_cpu else self._config.rollout.tensor_parallel
         actor = ray.remote(ReplicaEngine).options(
             name=name, num_cpus=0, num_gpus=gpus, max_concurrency=self._config.rollout.max_concurrent_episodes + 8
         )
         return actor.remote(
-            self._config, on_cpu=self._on_cpu, backend=self._backend, log_path=str(log_path.absolute())
+            self._config, seed=seed, on_cpu=self._on_cpu, backend=self._backend, log_path=str(log_path.absolute())
         )
 
     def _await_started(self, names: Sequence[str]) -> None:

@@ -49,7 +49,6 @@ class FlowContext:
     agent: AgentConfig
     limits: RolloutConfig
     temperature: float
-    seed: int | None
     trajectory_id: str
     group_id: str
     run_sync: Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -61,9 +60,8 @@ class FlowContext:
     async def complete(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Completion:
         """Sample one response."""
         started = time.monotonic()
-        seed = None if self.seed is None else self.seed + len(self.steps)
         params = SamplingParams(
-            temperature=self.temperature, max_tokens=max_tokens, stop=tuple(self.agent.stop), seed=seed
+            temperature=self.temperature, max_tokens=max_tokens, stop=tuple(self.agent.stop)
         )
         completion = await self.generate(prompt_ids, params, session_id=self.trajectory_id)
         self._add_time("generate_s", started)
