@@ -1,7 +1,6 @@
 """Environment variables of trainer ranks: thread counts, network interface, quiet libraries."""
 
 import os
-from collections.abc import Mapping
 
 from megatron_agent.config import ExperimentConfig
 
@@ -12,6 +11,8 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's announcement of a default that changes some day
     "VLLM_NO_USAGE_STATS": "1",
+    # Said by every rank at each import of megatron-core, about what is as it should be without a GPU.
+    "PYTHONWARNINGS": "ignore:Transformer Engine and Apex,ignore:Apex is not installed,ignore:full scope is deprecated",
 }
 
 
@@ -25,11 +26,15 @@ def threads_per_rank(config: ExperimentConfig, ranks_on_node: int) -> int:
     return config.parallel.threads_per_rank or max(1, available_cores() // ranks_on_node)
 
 
-def rank_environment(config: ExperimentConfig, ranks_on_node: int) -> dict[str, str]:
-    """What every trainer rank needs besides torchrun's own variables."""
-    threads = str(threads_per_rank(config, ranks_on_node))
-    # Megatron overlaps tensor-parallel communication with compute in the order of one queue.
-    return dict.fromkeys(THREAD_VARIABLES, threads) | _QUIET | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+def torchrun_environment() -> dict[str, str]:
+    """What torchrun and its ranks need on any machine."""
+    return _QUIET | {
+        # Megatron overlaps tensor-parallel communication with compute in the order of one queue.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${role_name}",  # an empty role: no prefix before rank 0's lines
+    }
 
 
 def local_environment(config: ExperimentConfig, ranks: int) -> dict[str, str]:
@@ -38,12 +43,6 @@ def local_environment(config: ExperimentConfig, ranks: int) -> dict[str, str]:
     gloo is held on the loopback interface: otherwise it looks up the host's name, which laptops and containers
     often cannot resolve.
     """
-    environment: Mapping[str, str] = os.environ
-    additions = rank_environment(config, ranks) | {
-        "PYTHONUNBUFFERED": "1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${role_name}",  # an empty role: no prefix before rank 0's lines
-    }
-    if os.path.exists("/sys/class/net/lo"):
-        additions["GLOO_SOCKET_IFNAME"] = "lo"
-    return {**environment, **additions}
+    threads = dict.fromkeys(THREAD_VARIABLES, str(threads_per_rank(config, ranks)))
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if os.path.exists("/sys/class/net/lo") else {}
+    return {**os.environ, **threads, **torchrun_environment(), **loopback}

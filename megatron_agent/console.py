@@ -1,6 +1,7 @@
 """What a user sees while a run goes on: one line per step, and below it a bar with the phase that is running."""
 
 import sys
+import time
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -18,6 +19,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 )
 """(heading, metric, format)."""
 HEADER_EVERY = 20
+QUIET_S = 30.0
+"""Without a terminal, a phase is written as a line where nothing else was for so long."""
 
 
 class TrainingDisplay:
@@ -36,11 +39,14 @@ class TrainingDisplay:
         )
         self._task = self._progress.add_task("starting", total=total_steps)
         self._lines = 0
+        self._spoke = time.monotonic()
         self._progress.start()
 
     def phase(self, text: str) -> None:
         """Say what runs now."""
         self._progress.update(self._task, description=text)
+        if not self._console.is_terminal and time.monotonic() - self._spoke > QUIET_S:
+            self.message(f"        {text}")
 
     def resume(self, done: int) -> None:
         """Go on after `done` steps."""
@@ -48,6 +54,7 @@ class TrainingDisplay:
 
     def message(self, text: str) -> None:
         """One line above the bar."""
+        self._spoke = time.monotonic()
         self._console.print(text, markup=False)
 
     def step(self, metrics: Mapping[str, float], *, step: int) -> None:

@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from typing import Any
+from pathlib import Path
 
+from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import ConfigError
 from megatron_agent.process import run_rank
 from megatron_agent.rollout_metrics import rollout_metrics
@@ -31,12 +32,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron_agent.evaluate", description=__doc__)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--checkpoint", help="checkpoint folder, or `latest` of the run; absent means the base model")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint folder (default: the run's newest, else the base)")
     options = parser.parse_args(argv)
     return run_rank(options.config, options.overrides, lambda config: _evaluate_checkpoint(config, options.checkpoint))
 
 
-def _evaluate_checkpoint(config: Any, checkpoint: str | None) -> None:
+def _evaluate_checkpoint(config: ExperimentConfig, checkpoint: Path | None) -> None:
     if config.data.eval is None:
         raise ConfigError("data.eval is not set, so there is nothing to evaluate; name a file or a row generator")
     with open_session(config, for_training=False) as session:

@@ -77,6 +77,12 @@ class Session:
             self.rollout.restore(state)
         return state["step"]
 
+    def load_policy(self, path: Path | None) -> int:
+        """Take the weights of a checkpoint: of `path`, or of this run's newest. Returns its step; 0, with the base
+        model's weights, where there is none."""
+        path = path or broadcast_object(checkpoint.latest(checkpoint_folder(self.config)))
+        return checkpoint.load_weights(path, model_chunks=self.model_chunks) if path else 0
+
     def save(self, step: int) -> None:
         """Write the checkpoint of `step`; the last `checkpoint.keep_last` stay."""
         checkpoint.save(

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_agent.errors import CheckpointError
-from parallel.checkpoint_tensors import CheckpointState, read_tensors
+from parallel.checkpoint_tensors import CheckpointState, read_tensors, read_weights
 from parallel.distribute import broadcast_object
 from parallel.optimizer import LrScheduler
 from parallel.random_state import random_state, set_random_state
@@ -82,20 +82,41 @@ def load(
     cannot be read.
     """
     checkpoint = Path(checkpoint)
-    try:
-        run_state = json.loads((checkpoint / _STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint}: {_STATE_FILE} cannot be read ({error}); choose another checkpoint of the run"
-        ) from error
-    try:
-        read_tensors(checkpoint, model_chunks, optimizer)
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"{checkpoint}: cannot be read: {_reason(error)}") from error
+    run_state = _read_run_state(checkpoint)
+    _read(checkpoint, lambda: read_tensors(checkpoint, model_chunks, optimizer))
     scheduler.load_state_dict(run_state["scheduler"])
     if dist.get_rank() == 0:
         set_random_state(run_state["random"])
     return run_state["extra"]
+
+
+def load_weights(checkpoint: str | Path, *, model_chunks: list[nn.Module]) -> int:
+    """Restore the weights alone, for evaluation and export; returns the checkpoint's step. Collective.
+
+    Raises CheckpointError where it cannot be read.
+    """
+    checkpoint = Path(checkpoint)
+    run_state = _read_run_state(checkpoint)
+    _read(checkpoint, lambda: read_weights(checkpoint, model_chunks))
+    return run_state["step"]
+
+
+def _read_run_state(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return json.loads((checkpoint / _STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint}: {_STATE_FILE} cannot be read ({error}); choose another checkpoint of the run"
+        ) from error
+
+
+def _read(checkpoint: Path, read: Callable[[], None]) -> None:
+    try:
+        read()
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(
+            f"{checkpoint}: cannot be read: {_reason(error)}; choose another checkpoint of the run"
+        ) from error
 
 
 def _on_rank_0(action: Callable[[], None], what: str) -> None:

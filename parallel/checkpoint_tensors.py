@@ -77,13 +77,24 @@ def read_tensors(folder: Path, model_chunks: list[nn.Module], optimizer: Any) ->
             parameter_state["step"] = parameter_state["step"].clone()
 
 
-def _sharded_state(model_chunks: list[nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+def read_weights(folder: Path, model_chunks: list[nn.Module]) -> None:
+    """Load only the weights, under the same or other parallel sizes. Collective."""
+    state: Any = dist_checkpointing.load(_sharded_weights(model_chunks), str(folder))
+    for index, chunk in enumerate(model_chunks):
+        unwrap(chunk).load_state_dict(state[f"model{index}"])
+
+
+def _sharded_weights(model_chunks: list[nn.Module]) -> dict[str, Any]:
     metadata = dict(_METADATA)  # Megatron adds process groups to it
-    model = {
+    return {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(model_chunks)
     }
-    return model | {"optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=metadata)}
+
+
+def _sharded_state(model_chunks: list[nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    model = _sharded_weights(model_chunks)
+    return model | {"optimizer": optimizer.sharded_state_dict(model, is_loading, metadata=dict(_METADATA))}
 
 
 def _parts(optimizer: Any, state: Any) -> Iterator[tuple[Any, Any]]:

@@ -50,6 +50,7 @@ def build(
     """Write config.json, fp32 safetensors and the tokenizer to `folder`. Weights depend on `seed` and the sizes only."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
     tokenizer = make_tokenizer(max_positions)
     config = Qwen3Config(
@@ -71,6 +72,7 @@ def build(
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
