@@ -62,15 +62,19 @@ def run_ranks(config: ExperimentConfig, module: str, arguments: Sequence[str]) -
             end_descendants(spared, grace_s=1.0)  # what is left where torchrun was killed itself
 
 
-def _torchrun_command(ranks: int, port: int, logs: Path, module: str, arguments: Sequence[str]) -> list[str]:
+def output_options(ranks: int) -> list[str]:
+    """torchrun's options that keep each rank's output in a file and show what rank 0 writes."""
     # torchrun's codes: 2 is stderr, 3 both streams. Rank 0 keeps its stdout, which the live display needs.
     redirects = ",".join(f"{rank}:3" for rank in range(1, ranks))
+    return ["--tee", "0:2", "--role", "", *(("--redirects", redirects) if redirects else ())]
+
+
+def _torchrun_command(ranks: int, port: int, logs: Path, module: str, arguments: Sequence[str]) -> list[str]:
     return [
         *(sys.executable, "-m", "launch.torchrun"),
         *("--nnodes", "1", "--nproc-per-node", str(ranks)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
-        *("--log-dir", str(logs), "--tee", "0:2", "--role", ""),
-        *(("--redirects", redirects) if redirects else ()),
+        *("--log-dir", str(logs), *output_options(ranks)),
         *("-m", module, *arguments),
     ]
 

@@ -1,6 +1,7 @@
 """The Ray cluster that the fleet's actors live in: a small local one, or one that is running already.
 
-`python -m launch.ray_cluster HOST:PORT --nodes 3` waits until a cluster has that many nodes; the SLURM script uses it.
+`python -m launch.ray_cluster HOST:PORT --nodes 3` waits until a cluster has that many nodes, or with
+`--head-only` until its head answers; the SLURM script uses it.
 """
 
 import argparse
@@ -166,10 +167,15 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m launch.ray_cluster", description="Wait until a Ray cluster is complete."
     )
     parser.add_argument("address", help="host:port of the head node")
-    parser.add_argument("--nodes", type=int, required=True, help="nodes that must be alive, the head included")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--nodes", type=int, help="wait for this many nodes; this machine must be one of them")
+    wanted.add_argument("--head-only", action="store_true", help="wait until the head answers")
     parser.add_argument("--timeout-s", type=float, default=300, help="how long to wait (default: %(default)s)")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.head_only:
+            _await_port(arguments.address, time.monotonic() + arguments.timeout_s, arguments.timeout_s)
+            return 0
         connect(arguments.address, num_cpus=0, timeout_s=arguments.timeout_s, num_nodes=arguments.nodes)
     except MegatronAgentError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
         how = f"exit code {code}" if failure.exitcode >= 0 else f"signal {-failure.exitcode}"
-        if rank != 0:  # rank 0's errors are on the terminal already
-            print(_tail(Path(arguments.log_dir), rank), file=sys.stderr)
+        if failure.local_rank != 0:  # the errors of a node's first rank are on the terminal already
+            print(_tail(Path(arguments.log_dir), failure.local_rank), file=sys.stderr)
         print(f"rank {rank} ended with {how}; all ranks were stopped. Logs: {arguments.log_dir}", file=sys.stderr)
         return code
     except SignalException as error:
@@ -43,9 +43,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _tail(logs: Path, rank: int) -> str:
+def _tail(logs: Path, local_rank: int) -> str:
     lines: list[str] = []
-    for log in logs.glob(f"*/attempt_0/{rank}/stderr.log"):
+    for log in logs.glob(f"*/attempt_0/{local_rank}/stderr.log"):
         lines += log.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(lines[-TAIL_LINES:])
 

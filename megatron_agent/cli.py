@@ -225,7 +225,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _launch_slurm(arguments: argparse.Namespace) -> int:
-    from launch.slurm import render_script, submit
+    from launch.slurm import log_folder, render_script, submit
 
     sizes = {
         "cluster.trainer_nodes": arguments.nodes,
@@ -245,5 +245,5 @@ def _launch_slurm(arguments: argparse.Namespace) -> int:
         account=arguments.account,
         time_limit=arguments.time,
     )
-    print(script if arguments.dry_run else submit(script), end="\n")
+    print(script if arguments.dry_run else submit(script, log_folder(config)), end="\n")
     return 0
