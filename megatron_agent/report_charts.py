@@ -12,6 +12,7 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 424, 22, 178
 MAX_DOTS = 60
 DENSE = 400
 """Above so many points a line is drawn thin."""
+MAX_BARS = 190
 MAX_HOVER_PLACES = 200
 """Longer runs show every second, third, ... step under the pointer; the curves keep all of them."""
 CHARACTER_WIDTH = 6.6
@@ -43,7 +44,7 @@ class Chart:
     domain: tuple[float | None, float | None] = (None, None)
     """What the y axis covers at least."""
     stacked: bool = False
-    """One bar per step, its series on top of each other."""
+    """One bar per step, its series on top of each other; all have the same steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,20 +207,23 @@ def _lines(series: Sequence[Series], axis: Axis, x: Callable[[float], float]) ->
 
 
 def _bars(series: Sequence[Series], axis: Axis, x: Callable[[float], float]) -> str:
-    slot = x(1) - x(0)
+    """One bar per step; in long runs one per so many consecutive steps, of their mean."""
+    num_steps = max(len(one.points) for one in series)
+    per_bar = math.ceil(num_steps / MAX_BARS)
+    slot = (x(1) - x(0)) * per_bar
     width = min(24.0, slot - 2 if slot > 6 else slot)
-    crisp = ' shape-rendering="crispEdges"' if slot < 4 else ""
     base: dict[int, float] = {}
     parts = []
     for one in series:
         path = ""
-        for step, value in one.points:
-            if value:
-                low = base.get(step, 0.0)
-                base[step] = low + value
-                y, bottom = axis.position(base[step]), axis.position(low)
-                path += f"M{x(step) - width / 2:.1f},{y:.1f}h{width:.1f}V{bottom:.1f}h{-width:.1f}z"
-        parts.append(f'<path class="bar s{one.color}"{crisp} d="{path}"/>')
+        for start in range(0, len(one.points), per_bar):
+            members = one.points[start : start + per_bar]
+            low = base.get(start, 0.0)
+            base[start] = low + sum(value or 0.0 for _, value in members) / len(members)
+            left = (x(members[0][0]) + x(members[-1][0]) - width) / 2
+            y, bottom = axis.position(base[start]), axis.position(low)
+            path += f"M{left:.2f},{y:.1f}h{width:.2f}V{bottom:.1f}h{-width:.2f}z"
+        parts.append(f'<path class="bar s{one.color}" d="{path}"/>')
     return "".join(parts)
 
 

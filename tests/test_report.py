@@ -103,6 +103,16 @@ def test_stacked_bars_begin_where_those_below_end() -> None:
     ]
 
 
+def test_bars_of_long_runs_are_means_of_consecutive_steps() -> None:
+    """1 and 3 alternate, so that every bar of an even number of steps is 2 high: half of an axis that ends at 4."""
+    points = [(step, 1.0 + 2.0 * (step % 2)) for step in range(2 * report_charts.MAX_BARS)]
+    chart = Chart(title="t", unit="s", series=[Series(label="a", points=points, color=1)], stacked=True, domain=(0, 4))
+    bar = re.search(r'class="bar s1" d="([^"]+)"', render_chart(chart, (0, len(points) - 1)))
+    assert bar is not None
+    tops = [float(y) for y in re.findall(r"M[\d.]+,([\d.]+)", bar[1])]
+    assert tops == [(report_charts.TOP + report_charts.BOTTOM) / 2] * report_charts.MAX_BARS
+
+
 def test_none_is_a_gap() -> None:
     assert line_segments([(1, 2.0), (2, None), (3, 4.0), (4, 5.0)]) == [[(1, 2.0)], [(3, 4.0), (4, 5.0)]]
     html = render_chart(Chart(title="t", unit="u", series=[curve(1, 2, None, 3, 4)]), (0, 4))
