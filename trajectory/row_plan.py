@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+ROWS_PER_TRY = 50
+"""Of so many rows one more is added where a plan does not fit: few tries, and at most 2% rows too many."""
+
 
 def assign_rows(lengths: Sequence[int], *, tokens_per_row: int, data_parallel_size: int) -> list[list[int]]:
     """Sample indices of each row; the number of rows is a multiple of `data_parallel_size`, and rows may be empty.
@@ -16,18 +19,17 @@ def assign_rows(lengths: Sequence[int], *, tokens_per_row: int, data_parallel_si
     order = np.argsort(-sizes, kind="stable")
     oversized = order[sizes[order] > tokens_per_row]
     regular = order[len(oversized) :]
-    num_rows = -(-int(sizes[regular].sum()) // tokens_per_row)
+    # No two samples of more than half a row share one.
+    num_rows = max(-(-int(sizes[regular].sum()) // tokens_per_row), int((sizes[regular] * 2 > tokens_per_row).sum()))
     while True:
         total = _round_up(max(1, num_rows + len(oversized)), data_parallel_size)
         rows = _spread(sizes, regular, num_rows=total - len(oversized), tokens_per_row=tokens_per_row)
         if rows is not None:
             return [[int(index)] for index in oversized] + rows
-        num_rows += 1
+        num_rows += 1 + num_rows // ROWS_PER_TRY
 
 
-def _spread(
-    sizes: np.ndarray, order: np.ndarray, *, num_rows: int, tokens_per_row: int
-) -> list[list[int]] | None:
+def _spread(sizes: np.ndarray, order: np.ndarray, *, num_rows: int, tokens_per_row: int) -> list[list[int]] | None:
     """`order` (descending sizes) over `num_rows` rows, or None where one does not fit the emptiest row."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     heap = [(0, row) for row in range(num_rows)]

@@ -21,9 +21,9 @@ class StopReason(Enum):
     RESPONSE_LENGTH = "response_length"  # generation was cut at the response budget
     PROMPT_LENGTH = "prompt_length"  # the next prompt no longer fits
     EPISODE_LENGTH = "episode_length"  # the episode's token budget is used up
-    TIME_LIMIT = "time_limit"  # an episode or step time-out
+    TIME_LIMIT = "time_limit"  # the episode's time-out
     ENV_TRUNCATED = "env_truncated"  # the environment itself truncated
-    ENV_FAILED = "env_failed"  # environment, tool set-up or reward raised
+    ENV_FAILED = "env_failed"  # what came after this step raised or took too long: environment, tool set-up, reward
 
     @property
     def is_truncation(self) -> bool:
@@ -52,7 +52,8 @@ class ContextChange(Enum):
 class Step:
     """One decision: exactly what the model saw and said, and what followed.
 
-    Raises ``ValueError`` where ids, log-probs and mask disagree in length.
+    Raises ``ValueError`` where ids, log-probs and mask disagree in length, or where there is no prompt token (the
+    first token of a sequence has no log-prob).
     """
 
     prompt_ids: np.ndarray
@@ -89,6 +90,8 @@ class Step:
                 f"a step has {n} response ids but {len(self.rollout_logprobs)} log-probs and "
                 f"{len(self.response_mask)} mask entries; each response id needs one of each"
             )
+        if not len(self.prompt_ids):
+            raise ValueError("a step needs at least one prompt token, for its first response token to follow")
 
     @property
     def num_trained_tokens(self) -> int:

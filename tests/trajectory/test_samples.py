@@ -1,0 +1,89 @@
+"""Steps become samples: each sampled token is trained once, at its own place."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from made_records import make_step, make_trajectory
+
+from trajectory.samples import merge_steps
+from trajectory.steps import ContextChange
+
+
+def merge(*steps, advantages=None, **options):
+    values = np.ones(len(steps)) if advantages is None else np.array(advantages)
+    return merge_steps(make_trajectory(*steps), trajectory_index=7, step_advantages=values, **options)
+
+
+def test_steps_that_only_append_become_one_sample():
+    first = make_step([1, 2], [3, 4], logprob=-1.0)
+    second = make_step([1, 2, 3, 4, 5], [6], logprob=-2.0, context_change=ContextChange.CLEAN)
+    (sample,) = merge(first, second, advantages=[0.5, -0.25])
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert sample.step_index.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert sample.rollout_logprobs.tolist() == [0, 0, -1, -1, 0, -2]
+    assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, -0.25]
+    assert sample.loss_weights.tolist() == [0, 0, 1, 1, 0, 1]
+    assert sample.trajectory_index == 7
+
+
+def test_rewritten_history_starts_a_new_sample_and_its_turns_are_not_trained_again():
+    first = make_step([1, 2], [3, 4])
+    rewritten = make_step([1, 2, 4, 5], [6, 7], context_change=ContextChange.FORK)
+    one, two = merge(first, rewritten)
+    assert one.token_ids.tolist() == [1, 2, 3, 4]
+    assert two.token_ids.tolist() == [1, 2, 4, 5, 6, 7]
+    assert two.loss_mask.tolist() == [False, False, False, False, True, True]
+    assert two.step_index.tolist() == [-1, -1, -1, -1, 1, 1]
+
+
+def test_other_ids_split_even_where_the_step_says_clean():
+    first = make_step([1, 2], [3, 4])
+    assert len(merge(first, make_step([1, 2, 3, 9, 5], [6], context_change=ContextChange.CLEAN))) == 2
+    assert len(merge(first, make_step([1, 2, 3], [6], context_change=ContextChange.CLEAN))) == 2
+
+
+def test_a_turn_shared_by_two_samples_is_trained_once():
+    """Step 2 extends step 1, step 3 goes back to step 1's context."""
+    steps = [
+        make_step([1], [2]),
+        make_step([1, 2, 3], [4]),
+        make_step([1, 2, 5], [6], context_change=ContextChange.FORK),
+    ]
+    samples = merge(*steps)
+    trained = [(i, t) for s in samples for i, t, m in zip(s.step_index, s.token_ids, s.loss_mask, strict=True) if m]
+    assert trained == [(0, 2), (1, 4), (2, 6)]
+
+
+def test_a_forced_token_has_no_logprob_and_is_not_trained():
+    (sample,) = merge(make_step([1, 2], [3, 4], forced=[9]), make_step([1, 2, 3, 4, 9, 5], [6]))
+    assert sample.loss_mask.tolist() == [False, False, True, True, False, False, True]
+    assert sample.rollout_logprobs[4] == 0
+
+
+def test_nan_at_a_masked_token_stays_out():
+    step = make_step([1, 2], [3], forced=[4], rollout_logprobs=np.array([-1.0, np.nan], dtype=np.float32))
+    (sample,) = merge(step)
+    assert np.isfinite(sample.rollout_logprobs).all()
+
+
+def test_the_loss_weight_is_on_trained_tokens_only():
+    (sample,) = merge(make_step([1, 2], [3, 4]), loss_weight=0.25)
+    assert sample.loss_weights.tolist() == [0, 0, 0.25, 0.25]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.booleans()), min_size=1, max_size=6))
+def test_every_response_token_is_trained_exactly_once(turns):
+    context, steps = [0], []
+    for number, (num_shown, num_said, forks) in enumerate(turns):
+        if forks and number:
+            context = [1000 + number]
+        context += [100 * number + 10 + place for place in range(num_shown)]
+        said = [100 * number + 50 + place for place in range(num_said)]
+        change = ContextChange.FORK if forks and number else ContextChange.CLEAN
+        steps.append(make_step(context, said, context_change=change))
+        context = context + said
+    samples = merge(*steps)
+    trained = np.concatenate([sample.token_ids[sample.loss_mask] for sample in samples]).tolist()
+    assert trained == [token for step in steps for token in step.response_ids.tolist()]
+    assert len(samples) == 1 + sum(forks for number, (_, _, forks) in enumerate(turns) if number)
