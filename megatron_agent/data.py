@@ -30,15 +30,12 @@ class Row:
 
 def parse_row(record: Mapping[str, Any], *, index: int, where: str) -> Row:
     """A record as a Row; raises DataError naming `where` and what is wrong."""
-    prompt = record.get("prompt")
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if prompt is None or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in prompt):
-        raise DataError(f"{where}: `prompt` must be a list of messages with role and content, not {prompt!r:.80}")
-    reward_model = record.get("reward_model") or {}
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: a row must be an object with a `prompt`, not {record!r:.80}")
+    reward_model = _object(record.get("reward_model"), where, "reward_model")
     return Row(
         index=index,
-        prompt=[dict(message) for message in prompt],
+        prompt=_messages(record.get("prompt"), where),
         agent_name=record.get("agent_name"),
         ground_truth=reward_model.get("ground_truth"),
         reward_style=reward_model.get("style"),
@@ -46,6 +43,17 @@ def parse_row(record: Mapping[str, Any], *, index: int, where: str) -> Row:
         data_source=record.get("data_source") or "",
         extra_info=_object(record.get("extra_info"), where, "extra_info"),
     )
+
+
+def _messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+    """Text is one user message. Lists may be numpy's arrays, which pandas makes of parquet's lists."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping):
+        messages: list[Any] = list(prompt)
+        if all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+            return [dict(message) for message in messages]
+    raise DataError(f"{where}: `prompt` must be a list of messages with role and content, not {prompt!r:.80}")
 
 
 def _object(value: Any, where: str, name: str) -> dict[str, Any]:
@@ -79,7 +87,7 @@ def load_records(source: str, arguments: Mapping[str, Any]) -> Iterator[tuple[st
         import pyarrow.parquet
 
         for index, record in enumerate(pyarrow.parquet.read_table(path).to_pylist()):
-            yield f"{path} row {index}", record
+            yield f"{path} row {index}", _without_padding(record)
         return
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -88,6 +96,23 @@ def load_records(source: str, arguments: Mapping[str, Any]) -> Iterator[tuple[st
                     yield f"{path}:{number}", json.loads(line)
                 except json.JSONDecodeError as error:
                     raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
+
+
+def _without_padding(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record without the nulls that parquet puts for the keys that only other rows' objects have."""
+    padded = {"env_kwargs", "extra_info", "reward_model"}
+    cleaned = {name: _drop_nulls(value) if name in padded else value for name, value in record.items()}
+    if isinstance(messages := record.get("prompt"), list):
+        cleaned["prompt"] = [
+            {"content": None, **_drop_nulls(m)} if isinstance(m, Mapping) and "content" in m else m for m in messages
+        ]
+    return cleaned
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _drop_nulls(part) for name, part in value.items() if part is not None}
+    return [_drop_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def load_rows(source: str, arguments: Mapping[str, Any]) -> list[Row]:
@@ -106,6 +131,8 @@ class RowIterator:
 
     def __init__(self, rows: Iterable[Row], *, seed: int, shuffle: bool) -> None:
         self._rows = list(rows)
+        if not self._rows:
+            raise DataError("no rows to iterate over")
         self._seed = seed
         self._shuffle = shuffle
         self._pass = 0

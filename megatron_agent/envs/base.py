@@ -1,6 +1,5 @@
 """AgentEnv: what an agent acts in. `reset` shows the first observation, `step` answers an action."""
 
-import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +48,7 @@ class EnvStep:
 class AgentEnv:
     """Base of environments. One instance lives for one episode; both methods may be `async`.
 
-    Synchronous ones run in a thread, so a slow one never holds up other episodes.
+    Synchronous ones run in a thread of the episode's own, so a slow one never holds up other episodes.
     """
 
     def reset(self, row: Any) -> Observation | Awaitable[Observation]:
@@ -73,8 +72,3 @@ ENVIRONMENTS = {
 def environment_class(name: str) -> Callable[..., AgentEnv]:
     """The class behind a registered name or `package.module:Class`; ConfigError where there is none."""
     return resolve("environment", name, ENVIRONMENTS)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """True where calling it gives an awaitable."""
-    return inspect.iscoroutinefunction(function)

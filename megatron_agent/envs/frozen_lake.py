@@ -1,8 +1,9 @@
 """FrozenLake of gymnasium as text: the agent reads which square it is on and answers with a direction."""
 
 import random
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_agent.envs.base import Action, AgentEnv, EnvStep, Observation
 
@@ -12,7 +13,7 @@ DEFAULT_MAP = ("SFFF", "FHFH", "FFFH", "HFFG")
 
 
 class FrozenLake(AgentEnv):
-    """Reward 1 on the goal, 0 elsewhere; a hole ends the episode. A reply without a direction leaves the agent where it is.
+    """Reward 1 on the goal, 0 elsewhere; a hole ends the episode. A reply without a direction is no move.
 
     `start` is a square such as `b3` (column letter, row number from the top); `show_map` adds the map to the first
     observation.
@@ -32,6 +33,7 @@ class FrozenLake(AgentEnv):
         self._show_map = show_map
         self._is_slippery = is_slippery
         self._seed = seed
+        self._env: Any = None
 
     def reset(self, row: Any) -> Observation:
         import gymnasium
@@ -40,17 +42,16 @@ class FrozenLake(AgentEnv):
         state, _ = self._env.reset(seed=self._seed)
         if self._start is not None:
             state = _state_of(self._start, self._desc)
-            self._env.s = state  # pyright: ignore[reportAttributeAccessIssue]
+            self._env.s = state
         text = self._describe(int(state))
         if self._show_map:
             text = "\n".join(self._desc) + "\n" + text
         return Observation(messages=[*row.prompt, {"role": "user", "content": text}])
 
     def step(self, action: Action) -> EnvStep:
-        move = next((word for word in action.text.lower().split() if word in MOVES), None)
+        move = next((word for word in re.findall(r"[a-z]+", action.text.lower()) if word in MOVES), None)
         if move is None:
-            state = int(self._env.s)  # pyright: ignore[reportAttributeAccessIssue]
-            return EnvStep(messages=self._message(state), info={"bad_actions": 1})
+            return EnvStep(messages=self._message(int(self._env.s)), info={"bad_actions": 1})
         state, reward, terminated, truncated, _ = self._env.step(MOVES.index(move))
         return EnvStep(
             messages=self._message(int(state)),
@@ -61,7 +62,8 @@ class FrozenLake(AgentEnv):
         )
 
     def close(self) -> None:
-        self._env.close()
+        if self._env is not None:
+            self._env.close()
 
     def _message(self, state: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": self._describe(state)}]
@@ -101,7 +103,7 @@ def format_demonstrations(
 
 
 class _NoPrompt:
-    prompt: list[dict[str, str]] = []
+    prompt: ClassVar[list[dict[str, str]]] = []
 
 
 def _state_of(square: str, desc: list[str]) -> int:

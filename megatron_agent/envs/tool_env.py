@@ -2,13 +2,16 @@
 
 import asyncio
 import inspect
+import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 from megatron_agent.data import Row
 from megatron_agent.envs.base import Action, AgentEnv, EnvStep, Message, Observation
 from megatron_agent.tools.base import BaseTool, ToolArgumentError, make_tool
 from megatron_agent.tools.formats import BrokenCall, ToolCall, get_tool_format
+from megatron_agent.worker_thread import run_in_thread
 
 
 class ToolEnv(AgentEnv):
@@ -33,8 +36,8 @@ class ToolEnv(AgentEnv):
 
     async def step(self, action: Action) -> EnvStep:
         calls = self._format.parse(action.text, is_cut_off=action.is_cut_off)
-        if not calls:
-            return EnvStep(terminated=True)
+        if not calls:  # the final answer, unless the token limit came before its end
+            return EnvStep(terminated=not action.is_cut_off, truncated=action.is_cut_off)
         results = await asyncio.gather(*(self._answer(call) for call in calls))
         info: dict[str, float] = {"tool_calls": len(calls)}
         for _, failure in results:
@@ -56,14 +59,20 @@ class ToolEnv(AgentEnv):
         except ToolArgumentError as error:
             return f"error: {error}", "bad_calls"
         try:
-            return str(await asyncio.wait_for(_execute(tool, arguments), self._timeout_s)), None
-        except TimeoutError:
-            return f"error: {call.name} took longer than {self._timeout_s:g} s", "tool_errors"
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                return _shown(await _execute(tool, arguments)), None
         except Exception as error:  # what a tool raises is an observation, whatever it is
+            if isinstance(error, TimeoutError) and deadline.expired():
+                return f"error: {call.name} took longer than {self._timeout_s:g} s", "tool_errors"
             return f"error: {type(error).__name__}: {error}", "tool_errors"
 
 
 async def _execute(tool: BaseTool, arguments: dict[str, Any]) -> Any:
     if inspect.iscoroutinefunction(tool.execute):
         return await tool.execute(**arguments)
-    return await asyncio.to_thread(tool.execute, **arguments)
+    return await run_in_thread(partial(tool.execute, **arguments))
+
+
+def _shown(result: Any) -> str:
+    """What the model reads: text as it is, objects and lists as JSON."""
+    return json.dumps(result, ensure_ascii=False, default=str) if isinstance(result, dict | list) else str(result)

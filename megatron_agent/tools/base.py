@@ -4,10 +4,12 @@ import inspect
 from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from megatron_agent.errors import ConfigError
 from megatron_agent.registry import resolve
+from megatron_agent.tools.docstrings import read_docstring
+from megatron_agent.tools.schemas import compact, portable
 
 
 class ToolArgumentError(ValueError):
@@ -17,8 +19,8 @@ class ToolArgumentError(ValueError):
 class BaseTool:
     """Base of tools. A subclass sets `name` and writes `execute(self, ...)`, sync or async, with annotated parameters.
 
-    The class docstring (or that of `execute`) is the description. Whatever `execute` returns is shown to the model
-    as text; what it raises becomes an error observation.
+    The docstring of `execute` (or that of the class) is the description, and its `Args:` section describes the
+    arguments. Whatever `execute` returns is shown to the model as text; what it raises becomes an error observation.
     """
 
     name: ClassVar[str]
@@ -28,29 +30,37 @@ class BaseTool:
         raise NotImplementedError
 
     @cached_property
+    def _docstring(self) -> tuple[str, dict[str, str]]:
+        """The tool's description and those of its arguments."""
+        of_class, class_arguments = read_docstring(type(self).__doc__)
+        of_execute, arguments = read_docstring(type(self).execute.__doc__)
+        return of_execute or of_class, class_arguments | arguments
+
+    @cached_property
     def _model(self) -> type[BaseModel]:
         hints = get_type_hints(self.execute, include_extras=True)
+        described = self._docstring[1]
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(self.execute).parameters.items():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name not in hints:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or name not in hints:
                 raise ConfigError(
-                    f"tool {self.name!r}: parameter {name!r} of execute needs a type annotation, and *args or "
-                    "**kwargs have no schema"
+                    f"tool {self.name!r}: parameter {name!r} of execute needs a type annotation and must be passable "
+                    "by name; *args and **kwargs have no schema"
                 )
             default = ... if parameter.default is parameter.empty else parameter.default
-            fields[name] = (hints[name], default)
+            field = Field(default, description=described[name]) if name in described else default
+            fields[name] = (portable(hints[name]), field)
         return create_model(f"{self.name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
 
     def schema(self) -> dict[str, Any]:
         """The function schema that chat templates take."""
-        description = inspect.getdoc(type(self).execute) or inspect.getdoc(type(self)) or ""
-        if type(self).execute.__doc__ is None or type(self).execute is BaseTool.execute:
-            description = inspect.getdoc(type(self)) or ""
-        parameters = self._model.model_json_schema()
-        _drop_titles(parameters)
         return {
             "type": "function",
-            "function": {"name": self.name, "description": description, "parameters": parameters},
+            "function": {
+                "name": self.name,
+                "description": self._docstring[0],
+                "parameters": compact(self._model.model_json_schema()),
+            },
         }
 
     def parse_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -58,21 +68,17 @@ class BaseTool:
         try:
             parsed = self._model.model_validate(arguments)
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())
+            problems = "; ".join(self._problem(details) for details in error.errors())
             raise ToolArgumentError(f"bad arguments for {self.name}: {problems}") from error
         return {name: getattr(parsed, name) for name in type(parsed).model_fields}
 
-
-def _drop_titles(schema: Any) -> None:
-    """pydantic's titles repeat the names and cost prompt tokens."""
-    if isinstance(schema, dict):
-        if isinstance(schema.get("title"), str):
-            schema.pop("title")
-        for value in schema.values():
-            _drop_titles(value)
-    elif isinstance(schema, list):
-        for value in schema:
-            _drop_titles(value)
+    def _problem(self, details: Any) -> str:
+        name = ".".join(map(str, details["loc"])) or "arguments"
+        if details["type"] == "extra_forbidden" and len(details["loc"]) == 1:
+            return f"{name}: there is no such argument; there are {', '.join(self._model.model_fields) or 'none'}"
+        if details["type"] == "missing":
+            return f"{name}: missing"
+        return f"{name}: {details['msg']}, not {details['input']!r:.80}"
 
 
 TOOLS = {"calculator": "megatron_agent.tools.calculator:Calculator"}
