@@ -12,12 +12,15 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A group of options; frozen, and strict about unknown keys."""
+    """A group of options; frozen, and strict about unknown keys and types: `true` is no number, `"3"` neither."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
@@ -132,6 +135,9 @@ class RolloutConfig(Section):
     """Wall time of one completion."""
     start_timeout_s: PositiveFloat = 900
     """Wall time until all replicas are ready."""
+    replay: str | None = None
+    """A `trajectories.jsonl` that is trained on, step by step, instead of acting: no fleet starts. For repeating a
+    run's updates and for work on algorithms without an engine."""
     max_episode_retries: NonNegativeInt = 2
     """How often an episode is run again after its replica died."""
     max_failed_frac: Fraction = 0.5
@@ -192,7 +198,7 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1
     """Pipeline-parallel size."""
     data: PositiveInt | None = None
-    """Data-parallel size; absent: world size / (tensor * pipeline), or 1 when `megatron-agent train` starts the ranks."""
+    """Data-parallel size; absent: 1 on one node; on several, what their GPUs allow."""
     sequence: bool = False
     """Sequence parallelism over the tensor-parallel group."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -208,7 +214,7 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)  # a list in YAML
     """Adam moments."""
     eps: PositiveFloat = 1e-8
     """Adam epsilon."""

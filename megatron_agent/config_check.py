@@ -30,6 +30,13 @@ def check_config(config: ExperimentConfig, overrides: Sequence[str] = ()) -> Non
         raise ConfigError(list_problems(problems))
 
 
+def check_run(config: ExperimentConfig) -> Iterator[str]:
+    """The run's name, which is a folder's."""
+    name = config.run.name
+    if not name or name.startswith(".") or "/" in name or not name.isprintable():
+        yield f"run.name {name!r} cannot be the name of a folder; leave out slashes and leading dots"
+
+
 def check_layout(config: ExperimentConfig) -> Iterator[str]:
     """Parallel sizes against nodes and GPUs."""
     try:
@@ -84,6 +91,8 @@ def _check_fleet_fits(config: ExperimentConfig) -> Iterator[str]:
 def check_sync(config: ExperimentConfig) -> Iterator[str]:
     """The transport of weights against the device."""
     backend, colocate = config.sync.backend, config.cluster.colocate
+    if config.sync.verify and _on_gpus(config):
+        yield "sync.verify compares what went through shared_memory, which GPUs do not use; set it to false"
     if not _on_gpus(config):
         if backend in ("nccl", "ipc"):
             yield f"sync.backend {backend} needs GPUs, and cluster.gpus_per_node is 0; use auto or shared_memory"
@@ -158,10 +167,21 @@ ENGINE_ARGS_SET_ELSEWHERE = {
     "weight_transfer_config": "sync.backend",
 }
 
+NEVER_CLIPS = (
+    "with one update a step (algorithm.epochs x algorithm.minibatches is 1) and algorithm.old_logprobs recompute "
+    "the ratio is 1 everywhere"
+)
 INERT: dict[str, tuple[Callable[[ExperimentConfig], bool], str]] = {
     "algorithm.kl.estimator": (lambda c: c.algorithm.kl.coef == 0, "algorithm.kl.coef is 0"),
+    "algorithm.loss.clip_low": (lambda c: _is_on_policy(c), NEVER_CLIPS),
+    "algorithm.loss.clip_high": (lambda c: _is_on_policy(c), NEVER_CLIPS),
+    "algorithm.loss.dual_clip": (lambda c: _is_on_policy(c), NEVER_CLIPS),
     "algorithm.advantage.eps": (lambda c: not c.algorithm.advantage.std, "algorithm.advantage.std is false"),
     "optimizer.min_lr_frac": (lambda c: c.optimizer.schedule == "constant", "optimizer.schedule is constant"),
+    "agent.tool_format": (lambda c: c.agent.env is not None, "agent.env is set, and it parses replies itself"),
+    "agent.bad_call": (lambda c: c.agent.env is not None, "agent.env is set, and it parses replies itself"),
+    "rollout.tool_timeout_s": (lambda c: c.agent.env is not None, "agent.env is set, which has no tools"),
+    "run.report_episodes": (lambda c: not c.logging.report, "logging.report is false"),
     "eval": (lambda c: c.data.eval is None, "data.eval names no rows"),
     "rollout.gpu_memory_utilization": (lambda c: not _on_gpus(c), "the fleet runs on CPU"),
     "rollout.kv_cache_gib": (lambda c: _on_gpus(c), "the fleet runs on GPUs"),
@@ -179,11 +199,18 @@ def check_overrides(config: ExperimentConfig, keys: Sequence[str]) -> Iterator[s
                 yield f"the override of {key} has no effect: {why}"
 
 
+def _is_on_policy(config: ExperimentConfig) -> bool:
+    """Whether the policy that is updated is always the one that acted, so that its ratio to the old one is 1."""
+    algorithm = config.algorithm
+    return algorithm.epochs * algorithm.minibatches == 1 and algorithm.old_logprobs == "recompute"
+
+
 def _on_gpus(config: ExperimentConfig) -> bool:
     return config.cluster.device != "cpu" and config.cluster.gpus_per_node > 0
 
 
 CHECKS: tuple[Check, ...] = (
+    check_run,
     check_layout,
     check_devices,
     check_sync,

@@ -58,7 +58,7 @@ def name_problem(option: str, name: str, known: Iterable[str]) -> str | None:
     if name in known:
         return None
     if ":" not in name:
-        return f"{option}: there is no {name!r}; {did_you_mean(name, known)} Your own one is package.module:name"
+        return f"{option}: there is no {name!r} (one of your own is package.module:name); {did_you_mean(name, known)}"
     problem = reference_problem(name)
     return f"{option}: {problem}" if problem else None
 

@@ -42,8 +42,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
 
     Mappings are merged key by key; every other value replaces the base's. Raises ConfigError, listing all mistakes.
     """
-    layer = _read_file(Path(path), chain=())
-    _merge(layer, _parse_overrides(overrides))
+    layer = _merge(_read_file(Path(path), chain=()), _parse_overrides(overrides))
     try:
         return ExperimentConfig.model_validate(layer.values)
     except ValidationError as error:
@@ -66,6 +65,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
@@ -118,9 +119,7 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> _Layer:
     base = values.pop(BASE_KEY)
     if not isinstance(base, str):
         raise ConfigError(f"{layer.origin((BASE_KEY,))}: `{BASE_KEY}` is {base!r}; name one YAML file")
-    below = _read_file(path.parent / base, (*chain, resolved))
-    _merge(below, layer)
-    return below
+    return _merge(_read_file(path.parent / base, (*chain, resolved)), layer)
 
 
 def _origins(node: yaml.Node | None, name: str, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
@@ -199,19 +198,18 @@ def _nearest_key(path: KeyPath) -> str:
     return hint
 
 
-def _merge(below: _Layer, above: _Layer) -> None:
-    """Put `above` over `below`, in place: mappings key by key, anything else replaced."""
-    _merge_values(below.values, above.values)
-    below.origins.update(above.origins)
+def _merge(below: _Layer, above: _Layer) -> _Layer:
+    """`above` over `below`: mappings key by key, anything else replaced."""
+    return _Layer(_merge_values(below.values, above.values), below.origins | above.origins)
 
 
-def _merge_values(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+def _merge_values(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """A new mapping: a YAML alias makes several keys share one, and only one of them may change."""
+    merged = dict(below)
     for key, value in above.items():
-        old = below.get(key)
-        if isinstance(old, dict) and isinstance(value, Mapping):
-            _merge_values(old, value)
-        else:
-            below[key] = value
+        old = merged.get(key)
+        merged[key] = _merge_values(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _describe(error: ValidationError, layer: _Layer) -> str:
