@@ -12,25 +12,25 @@ raise ends in the trajectory; nothing else is caught.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.data import Row
 from megatron_agent.errors import FleetError, MegatronAgentError
-from megatron_agent.flows.base import EpisodeEnd, FlowContext
+from megatron_agent.flows.base import AgentFlowBase, EpisodeEnd, FlowContext
 from megatron_agent.flows.registry import make_flow
 from megatron_agent.rewards import score
 from megatron_agent.tools.formats import get_tool_format
+from megatron_agent.worker_thread import WorkerThread
 from rollout.chat_renderer import TemplateRenderer
 from rollout.fleet import Fleet, FleetClient, ReplicaDiedError
 from trajectory.steps import Step, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus
 
-THREADS_PER_RUNNER = 64
-"""Synchronous environment code runs on these; a hanging call keeps its thread until it returns."""
 POLL_S = 1.0
 
 
@@ -55,13 +55,12 @@ class RolloutResult:
 
 
 class EpisodeRunner:
-    """Ray actor that plays episodes concurrently; holds tokenizer, template and threads for synchronous code."""
+    """Ray actor that plays episodes concurrently; each one's synchronous code has a thread of its own."""
 
     def __init__(self, config: ExperimentConfig, client: FleetClient) -> None:
         self._config = config
         self._client = client
         self._renderer = TemplateRenderer(config.model.path, get_tool_format(config.agent.tool_format))
-        self._threads = ThreadPoolExecutor(THREADS_PER_RUNNER, thread_name_prefix="environment")
 
     async def ready(self) -> bool:
         """True once constructed."""
@@ -69,7 +68,7 @@ class EpisodeRunner:
 
     async def play(self, request: EpisodeRequest) -> Trajectory | None:
         """One episode's trajectory; None where its replica died and it has to be played again."""
-        loop = asyncio.get_running_loop()
+        thread = WorkerThread()
         context = FlowContext(
             generate=self._client,
             renderer=self._renderer,
@@ -78,7 +77,7 @@ class EpisodeRunner:
             temperature=request.temperature,
             trajectory_id=request.trajectory_id,
             group_id=request.group_id,
-            run_sync=lambda function: loop.run_in_executor(self._threads, function),
+            run_sync=thread.submit,
         )
         flow = make_flow(request.row.agent_name or self._config.agent.flow)
         started = time.monotonic()
@@ -87,39 +86,47 @@ class EpisodeRunner:
         except ReplicaDiedError:
             return None
         finally:
+            thread.stop()
             self._client.forget(request.trajectory_id)
         trajectory.timings["total_s"] = time.monotonic() - started
         return trajectory
 
-    async def _play(self, flow: Any, request: EpisodeRequest, context: FlowContext) -> Trajectory:
+    async def _play(self, flow: AgentFlowBase, request: EpisodeRequest, context: FlowContext) -> Trajectory:
         """The boundary where failures of user code become data."""
-        row = request.row
+        end, error, played = EpisodeEnd(), None, False
         try:
-            async with asyncio.timeout(self._config.rollout.episode_timeout_s) as deadline:
-                end: EpisodeEnd = await flow.run(row, context)
-            end = await self._score(end, row, context.steps)
-        except TimeoutError as error:
-            if not deadline.expired():
-                return _trajectory(
-                    request, context, status=TrajectoryStatus.ENV_FAILED, error=_describe(error, context)
-                )
-            steps = _cut(context.steps)
-            return _trajectory(
-                request, context, status=TrajectoryStatus.TRUNCATED, error="episode time-out", steps=steps
-            )
-        except MegatronAgentError:
+            try:
+                async with asyncio.timeout(self._config.rollout.episode_timeout_s) as deadline:
+                    end = await flow.run(request.row, context)
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                error = "episode time-out"
+                _cut(context.steps, StopReason.TIME_LIMIT)
+            played = True
+            end = await self._score(end, request.row, context)
+        except (MegatronAgentError, ReplicaDiedError):
             raise
-        except Exception as error:  # whatever user code raises costs this episode only
-            return _trajectory(request, context, status=TrajectoryStatus.ENV_FAILED, error=_describe(error, context))
-        truncated = bool(context.steps) and context.steps[-1].truncated
+        except Exception as failure:  # whatever user code raises costs this episode only
+            where = "reward" if played else f"step {len(context.steps) + 1}"
+            _cut(context.steps, StopReason.ENV_FAILED)
+            return _trajectory(
+                request,
+                context,
+                EpisodeEnd(),
+                TrajectoryStatus.ENV_FAILED,
+                f"{where}: {type(failure).__name__}: {failure}",
+            )
+        truncated = context.steps[-1].truncated if context.steps else error is not None
         status = TrajectoryStatus.TRUNCATED if truncated else TrajectoryStatus.OK
-        return _trajectory(request, context, status=status, end=end)
+        return _trajectory(request, context, end, status, error)
 
-    async def _score(self, end: EpisodeEnd, row: Row, steps: Sequence[Step]) -> EpisodeEnd:
+    async def _score(self, end: EpisodeEnd, row: Row, context: FlowContext) -> EpisodeEnd:
         reward = self._config.agent.reward or (row.reward_style if row.ground_truth is not None else None)
-        if reward is None:
+        if reward is None or not context.steps:
             return end
-        outcome, parts = await score(reward, [step.response_text for step in steps], row)
+        replies = [step.response_text for step in context.steps]
+        outcome, parts = await score(reward, replies, row, call=partial(context.call, phase="reward_s"))
         success = bool(parts["success"]) if "success" in parts else outcome > 0
         return EpisodeEnd(
             success=end.success if end.success is not None else success,
@@ -141,7 +148,7 @@ class RolloutManager:
         self._runners: list[Any] = [actor.remote(config, fleet.client()) for _ in range(options.runners)]
         try:
             ray.get([runner.ready.remote() for runner in self._runners], timeout=options.start_timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
+        except GetTimeoutError as error:
             raise FleetError(
                 f"the {options.runners} episode runners were not up after {options.start_timeout_s:g} s; "
                 "raise rollout.start_timeout_s or lower rollout.runners"
@@ -227,8 +234,8 @@ class RolloutManager:
             errors = [t.error or "" for t in failed]
             common = max(set(errors), key=errors.count)
             raise FleetError(
-                f"{len(failed)} of {len(self._finished)} episodes failed in environment, tool or reward code, more than "
-                f"rollout.max_failed_frac={self._config.rollout.max_failed_frac}; the most common error: {common}"
+                f"{len(failed)} of {len(self._finished)} episodes failed in environment, tool or reward code, more "
+                f"than rollout.max_failed_frac={self._config.rollout.max_failed_frac}; the most common error: {common}"
             )
         return RolloutResult(groups=groups, seconds=time.monotonic() - self._started, num_retries=self._num_retries)
 
@@ -239,19 +246,12 @@ class RolloutManager:
 
 
 def _trajectory(
-    request: EpisodeRequest,
-    context: FlowContext,
-    *,
-    status: TrajectoryStatus,
-    error: str | None = None,
-    steps: list[Step] | None = None,
-    end: EpisodeEnd | None = None,
+    request: EpisodeRequest, context: FlowContext, end: EpisodeEnd, status: TrajectoryStatus, error: str | None
 ) -> Trajectory:
-    end = end or EpisodeEnd()
     return Trajectory(
         trajectory_id=request.trajectory_id,
         group_id=request.group_id,
-        steps=tuple(context.steps if steps is None else steps),
+        steps=tuple(context.steps),
         outcome_reward=end.outcome_reward,
         reward_parts=end.reward_parts,
         status=status,
@@ -263,12 +263,10 @@ def _trajectory(
     )
 
 
-def _describe(error: Exception, context: FlowContext) -> str:
-    return f"step {len(context.steps) + 1}: {type(error).__name__}: {error}"
-
-
-def _cut(steps: Sequence[Step]) -> list[Step]:
-    """The steps of an episode that ran out of time: its last one is truncated."""
-    if not steps or steps[-1].terminated or steps[-1].truncated:
-        return list(steps)
-    return [*steps[:-1], replace(steps[-1], truncated=True, stop_reason=StopReason.TIME_LIMIT)]
+def _cut(steps: list[Step], reason: StopReason) -> None:
+    """Note on the last step why no other followed; a step that ended the episode itself keeps its own reason."""
+    if steps and steps[-1].stop_reason is StopReason.NONE:
+        last = steps[-1]
+        steps[-1] = replace(
+            last, truncated=reason.is_truncation, stop_reason=reason, next_observation=list(last.feedback)
+        )

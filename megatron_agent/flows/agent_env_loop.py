@@ -16,11 +16,14 @@ class AgentEnvLoop(AgentFlowBase):
     """One environment, one agent, append-only history. Tools are an environment too (ToolEnv)."""
 
     async def run(self, row: Row, context: FlowContext) -> EpisodeEnd:
-        env = await context.call(lambda: make_env(row, context.agent, context.limits.tool_timeout_s))
+        env: AgentEnv = await context.call(make_env, row, context.agent, context.limits.tool_timeout_s)
         try:
-            return await self._play(env, row, context)
-        finally:
-            await context.call(env.close)
+            end = await self._play(env, row, context)
+        except BaseException:
+            await context.clean_up(env.close)
+            raise
+        await context.call(env.close)
+        return end
 
     async def _play(self, env: AgentEnv, row: Row, context: FlowContext) -> EpisodeEnd:
         agent, renderer = context.agent, context.renderer
@@ -41,17 +44,21 @@ class AgentEnvLoop(AgentFlowBase):
             text = renderer.decode(completion.token_ids)
             cut_off = completion.finish_reason == "length"
             outcome: EnvStep = await context.call(env.step, Action(text=text, is_cut_off=cut_off))
-            before = history
-            history = [*history, {"role": "assistant", "content": text}, *outcome.messages]
+            reason = stop_reason(
+                outcome,
+                is_cut_off=cut_off,
+                no_room=cut_off and room < agent.max_response_tokens,
+                is_last=number == agent.max_steps,
+            )
             next_prompt, next_change = prompt, change
-            if not outcome.terminated:
+            if reason is StopReason.NONE:
+                following = [{"role": "assistant", "content": text}, *outcome.messages]
                 next_prompt, next_change = renderer.extend(
-                    prompt, completion.token_ids, before, history[len(before) :], observation.tools
+                    prompt, completion.token_ids, history, following, observation.tools
                 )
-            no_room = len(next_prompt) >= agent.max_episode_tokens
-            if cut_off and room < agent.max_response_tokens:
-                no_room = True
-            reason = stop_reason(outcome, no_room=no_room, is_last=number == agent.max_steps)
+                history = [*history, *following]
+                if len(next_prompt) >= agent.max_episode_tokens:
+                    reason = StopReason.PROMPT_LENGTH
             context.steps.append(
                 Step(
                     prompt_ids=np.asarray(prompt, dtype=np.int32),
@@ -82,14 +89,17 @@ class AgentEnvLoop(AgentFlowBase):
         return end
 
 
-def stop_reason(outcome: EnvStep, *, no_room: bool, is_last: bool) -> StopReason:
-    """Why the episode ends with this step; NONE where it goes on. A final state goes before any limit."""
+def stop_reason(outcome: EnvStep, *, is_cut_off: bool, no_room: bool, is_last: bool) -> StopReason:
+    """Why the episode ends with this step; NONE where it goes on. A final state goes before any limit.
+
+    `no_room`: the episode's token budget, and not the response's, cut the response off.
+    """
     if outcome.terminated:
         return StopReason.TERMINATED
-    if outcome.truncated:
-        return StopReason.ENV_TRUNCATED
     if no_room:
         return StopReason.EPISODE_LENGTH
+    if outcome.truncated:
+        return StopReason.RESPONSE_LENGTH if is_cut_off else StopReason.ENV_TRUNCATED
     return StopReason.MAX_STEPS if is_last else StopReason.NONE
 
 
@@ -101,14 +111,17 @@ def with_system_prompt(messages: list[Message], system_prompt: str | None) -> li
 
 
 def make_env(row: Row, agent: AgentConfig, tool_timeout_s: float) -> AgentEnv:
-    """The row's environment: agent.env with its defaults, overridden by the row's `env_kwargs`."""
-    arguments: dict[str, Any] = {**agent.env_kwargs, **row.env_kwargs}
-    if agent.env is None and agent.tools:
-        arguments |= {
+    """The row's environment: agent.env with its defaults, overridden by the row's `env_kwargs`.
+
+    Without agent.env it is the tools' (none: the first reply is the final answer).
+    """
+    defaults: dict[str, Any] = {}
+    if agent.env is None:
+        defaults = {
             "tools": agent.tools,
             "tool_format": agent.tool_format,
             "bad_call": agent.bad_call,
             "tool_timeout_s": tool_timeout_s,
         }
     make: Callable[..., AgentEnv] = environment_class(agent.env or "tool_env")
-    return make(**arguments)
+    return make(**{**defaults, **agent.env_kwargs, **row.env_kwargs})

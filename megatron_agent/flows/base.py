@@ -1,19 +1,21 @@
 """AgentFlowBase: how one episode is played, from a dataset row to a trajectory."""
 
 import asyncio
+import contextlib
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
 from megatron_agent.config import AgentConfig, RolloutConfig
 from megatron_agent.data import Row
+from megatron_agent.errors import FleetError
 from megatron_agent.generation import Completion, GenerateFn, SamplingParams
 from trajectory.steps import ContextChange, Step
 
-T = TypeVar("T")
 Message = dict[str, Any]
 
 
@@ -58,29 +60,40 @@ class FlowContext:
     timings: dict[str, float] = field(default_factory=dict)
 
     async def complete(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Completion:
-        """Sample one response."""
+        """Sample one response; raises FleetError where ids and log-probs differ in length."""
         started = time.monotonic()
-        params = SamplingParams(
-            temperature=self.temperature, max_tokens=max_tokens, stop=tuple(self.agent.stop)
-        )
+        params = SamplingParams(temperature=self.temperature, max_tokens=max_tokens, stop=tuple(self.agent.stop))
         completion = await self.generate(prompt_ids, params, session_id=self.trajectory_id)
         self._add_time("generate_s", started)
+        if len(completion.token_ids) != len(completion.logprobs):
+            raise FleetError(
+                f"episode {self.trajectory_id}, step {len(self.steps) + 1}: the engine returned "
+                f"{len(completion.token_ids)} ids but {len(completion.logprobs)} log-probs"
+            )
         return completion
 
-    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run environment code, sync or async, within rollout.step_timeout_s."""
+    async def call(self, function: Callable[..., Any], *arguments: Any, phase: str = "environment_s") -> Any:
+        """Run user code, sync or async, within rollout.step_timeout_s; its seconds count for `phase`."""
         started = time.monotonic()
-        if asyncio.iscoroutinefunction(function):
-            awaitable = function(*arguments)
-        else:
-            awaitable = self.run_sync(lambda: function(*arguments))
+        timeout_s = self.limits.step_timeout_s
         try:
-            return await asyncio.wait_for(awaitable, self.limits.step_timeout_s)
+            async with asyncio.timeout(timeout_s) as deadline:
+                if inspect.iscoroutinefunction(function):
+                    return await function(*arguments)
+                result = await self.run_sync(lambda: function(*arguments))
+                return await result if inspect.isawaitable(result) else result
         except TimeoutError as error:
+            if not deadline.expired():  # one that the user's code raised itself
+                raise
             name = getattr(function, "__qualname__", repr(function))
-            raise TimeoutError(f"{name} took longer than rollout.step_timeout_s={self.limits.step_timeout_s}") from error
+            raise TimeoutError(f"{name} took longer than rollout.step_timeout_s={timeout_s:g}") from error
         finally:
-            self._add_time("environment_s", started)
+            self._add_time(phase, started)
+
+    async def clean_up(self, function: Callable[..., Any]) -> None:
+        """Run clean-up code after a failure; what it raises would hide that failure."""
+        with contextlib.suppress(Exception):
+            await self.call(function)
 
     def _add_time(self, name: str, started: float) -> None:
         self.timings[name] = self.timings.get(name, 0.0) + time.monotonic() - started
@@ -106,7 +119,15 @@ class AgentFlowBase:
         raise NotImplementedError
 
 
-def response_arrays(completion: Completion) -> dict[str, np.ndarray]:
+class ResponseArrays(TypedDict):
+    """The arrays of a Step that a completion gives."""
+
+    response_ids: np.ndarray
+    rollout_logprobs: np.ndarray
+    response_mask: np.ndarray
+
+
+def response_arrays(completion: Completion) -> ResponseArrays:
     """A completion's ids, log-probs and mask as a Step wants them: every id was sampled."""
     return {
         "response_ids": np.asarray(completion.token_ids, dtype=np.int32),
