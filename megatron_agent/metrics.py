@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from megatron_agent.config import LoggingConfig
 from megatron_agent.errors import ConfigError
 
 FILE_NAME = "metrics.jsonl"
+_STEP = re.compile(rb'\{"step": (\d+)')
 
 
 class MetricsLogger:
@@ -21,12 +23,9 @@ class MetricsLogger:
     def __init__(self, run_dir: Path, options: LoggingConfig, *, run_name: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / FILE_NAME
+        self._tensorboard_dir = run_dir / "tensorboard" if options.tensorboard else None
         self._tensorboard: Any = None
         self._wandb: Any = None
-        if options.tensorboard:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
         if options.wandb:
             try:
                 import wandb  # pyright: ignore[reportMissingImports]
@@ -47,7 +46,8 @@ class MetricsLogger:
         record = {"step": step, "time": time.time(), **{name: _finite(value) for name, value in metrics.items()}}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        if self._tensorboard:
+        if self._tensorboard_dir:
+            self._tensorboard = self._tensorboard or _summary_writer(self._tensorboard_dir, step)
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
@@ -73,19 +73,20 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def cut_jsonl(path: Path, step: int) -> None:
-    """Keep the lines of a JSONL file whose `step` is at most `step`; a line that was half written goes as well."""
+    """Keep the lines of a JSONL file up to the first whose `step` is above `step`, or that is only half written.
+
+    Lines are in the order of their steps and begin with `{"step": N`, so a file of gigabytes is not parsed.
+    """
     if not path.exists():
         return
-    kept = []
-    with path.open(encoding="utf-8") as lines:
+    end = 0
+    with path.open("rb") as lines:
         for line in lines:
-            if not line.endswith("\n"):
+            match = _STEP.match(line)
+            if match is None or int(match[1]) > step or not line.endswith(b"\n"):
                 break
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-    temporary = path.with_name(path.name + ".incomplete")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+            end += len(line)
+    os.truncate(path, end)
 
 
 class PhaseClock:
@@ -107,6 +108,13 @@ class PhaseClock:
         return {f"{name}_s": value for name, value in self._seconds.items()} | {
             "step_s": time.monotonic() - self._started
         }
+
+
+def _summary_writer(folder: Path, first_step: int) -> Any:
+    """A writer whose events replace those of `first_step` and later, which an interrupted run may have written."""
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=first_step)
 
 
 def _finite(value: float) -> float | None:

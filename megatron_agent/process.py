@@ -3,11 +3,17 @@
 import os
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_loading import load_config
 from megatron_agent.errors import MegatronAgentError
+
+INTERRUPTED = 130
+PEER_GRACE_S = 15.0
+"""How long a rank that was surprised by an error waits to be stopped because of another one."""
 
 
 def run_rank(config_path: str, overrides: list[str], job: Callable[[ExperimentConfig], None]) -> int:
@@ -23,8 +29,23 @@ def run_rank(config_path: str, overrides: list[str], job: Callable[[ExperimentCo
         print(f"error (rank {os.environ.get('RANK', '0')}): {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return _let_first_failure_speak()
     return 0
+
+
+def _let_first_failure_speak() -> int:
+    """Most tracebacks of a stopped run say that the connection to the rank that failed is gone.
+
+    torchrun reports the rank that ends first and stops the others, so a rank that does not know the cause waits.
+    """
+    try:
+        time.sleep(PEER_GRACE_S if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0.0)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 1
 
 
 def _interrupt(signum: int, frame: object) -> None:

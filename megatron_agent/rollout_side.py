@@ -19,6 +19,7 @@ from megatron_agent.report import write_report
 from megatron_agent.rollout_metrics import rollout_metrics
 from rollout.episodes import RolloutManager, RolloutResult
 from rollout.recorder import TrajectoryRecorder
+from rollout.replay import RecordedEpisodes
 
 
 @dataclass(kw_only=True)
@@ -26,8 +27,9 @@ class RolloutSide:
     """Rank 0's part of a run; none of its methods is collective."""
 
     config: ExperimentConfig
-    fleet: Fleet
-    episodes: RolloutManager
+    fleet: Fleet | None
+    """None where recorded episodes are replayed."""
+    episodes: RolloutManager | RecordedEpisodes
     rows: RowIterator
     eval_rows: list[Row]
     logger: MetricsLogger
@@ -94,7 +96,7 @@ class RolloutSide:
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         if "return_mean" in metrics:
             self.display.step(metrics, step=step)
-        if evaluated:
+        if "eval_return_mean" in evaluated:
             self.display.message(
                 f"{step:6d}  held-out: return {evaluated['eval_return_mean']:.3f}, "
                 f"success {evaluated['eval_success_rate']:.0%} of {evaluated['eval_episodes']:.0f} episodes"
@@ -107,9 +109,13 @@ class RolloutSide:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after the step of `state`: data position, and files without what came later."""
         self.rows.load_state_dict(state["rows"])
-        self.logger.cut_after(state["step"])
-        cut_jsonl(self.recorder.path, state["step"])
+        self.forget_after(state["step"])
         self.display.resume(state["step"])
+
+    def forget_after(self, step: int) -> None:
+        """Cut what was written about later steps, by a run that was interrupted; -1 begins anew."""
+        self.logger.cut_after(step)
+        cut_jsonl(self.recorder.path, step)
 
     def write_report(self) -> None:
         """Write report.html, where configured, and say where it is."""
@@ -123,6 +129,17 @@ def run_folder(config: ExperimentConfig) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
+def _start_fleet(config: ExperimentConfig, stack: ExitStack) -> Fleet:
+    ray_cluster.connect(
+        config.cluster.ray_address, num_cpus=os.cpu_count() or 1, timeout_s=config.rollout.start_timeout_s
+    )
+    stack.callback(ray_cluster.disconnect)
+    fleet = Fleet(config)
+    stack.callback(fleet.shutdown)
+    fleet.start()
+    return fleet
+
+
 @contextmanager
 def open_rollout_side(config: ExperimentConfig) -> Iterator[RolloutSide]:
     """Load the rows, join or start Ray, start fleet and runners; end all of it afterwards."""
@@ -132,17 +149,14 @@ def open_rollout_side(config: ExperimentConfig) -> Iterator[RolloutSide]:
     with ExitStack() as stack:
         display = TrainingDisplay(config.run.steps)
         stack.callback(display.close)
-        display.phase("starting the fleet")
         logger = MetricsLogger(folder, config.logging, run_name=config.run.name)
         stack.callback(logger.close)
-        ray_cluster.connect(
-            config.cluster.ray_address, num_cpus=os.cpu_count() or 1, timeout_s=config.rollout.start_timeout_s
-        )
-        stack.callback(ray_cluster.disconnect)
-        fleet = Fleet(config)
-        stack.callback(fleet.shutdown)
-        fleet.start()
-        episodes = RolloutManager(config, fleet)
+        if config.rollout.replay:
+            fleet, episodes = None, RecordedEpisodes(config.rollout.replay)
+        else:
+            display.phase("starting the fleet")
+            fleet = _start_fleet(config, stack)
+            episodes = RolloutManager(config, fleet)
         stack.callback(episodes.shutdown)
         yield RolloutSide(
             config=config,

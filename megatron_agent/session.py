@@ -161,7 +161,7 @@ def open_session(config: ExperimentConfig, *, for_training: bool = True, with_fl
         model_chunks = build_model(config.model.path, config=config, for_training=for_training)
         load_hf_weights(model_chunks, config.model.path)
         source = MegatronWeightSource(model_chunks, read_hf_config(config.model.path))
-        sender = WeightSender(source, config, rollout.fleet.sync_client() if rollout else None)
+        sender = WeightSender(source, config, rollout.fleet.sync_client() if rollout and rollout.fleet else None)
         session = Session(config=config, model_chunks=model_chunks, rollout=rollout, sender=sender)
         if for_training and config.algorithm.kl.coef > 0:
             session.reference = ReferenceModel(config)

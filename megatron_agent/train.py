@@ -24,6 +24,8 @@ def train(config: ExperimentConfig) -> None:
     """Run the experiment, from its newest checkpoint if there is one. Collective over all ranks."""
     with open_session(config) as session:
         done = start(session)
+        if done >= config.run.steps and session.rollout:
+            session.rollout.display.message(f"all {config.run.steps} steps are done; raise run.steps to go on")
         for step in range(done + 1, config.run.steps + 1):
             metrics = train_step(session, step)
             if step == config.run.steps or is_due(config.eval.every, step):
@@ -41,8 +43,11 @@ def train(config: ExperimentConfig) -> None:
 def start(session: Session) -> int:
     """Bring weights and fleet to where the run begins or goes on; returns the last step that is done."""
     resumed_from = session.newest_checkpoint()
-    if resumed_from is None and session.config.sft:
-        warm_start(session)
+    if resumed_from is None:
+        if session.rollout:
+            session.rollout.forget_after(-1)
+        if session.config.sft:
+            warm_start(session)
     session.start_training()
     done = session.restore(resumed_from) if resumed_from else 0
     session.sync_weights(version=done)

@@ -1,7 +1,7 @@
 """Trajectories to JSONL, one episode a line with all its steps, and back into records."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -30,10 +30,12 @@ class TrajectoryRecorder:
                     file.write(json.dumps(record, default=_plain, ensure_ascii=False) + "\n")
 
 
-def read_trajectories(path: Path) -> Iterator[tuple[int, str, Trajectory]]:
-    """(step, phase, trajectory) of each line, as it was recorded."""
+def read_trajectories(path: Path) -> Generator[tuple[int, str, Trajectory]]:
+    """(step, phase, trajectory) of each line, as it was recorded; a last line that is half written is left out."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
+            if not line.endswith("\n"):
+                return
             record = json.loads(line)
             step, phase = record.pop("step"), record.pop("phase")
             record["steps"] = tuple(_step(fields) for fields in record["steps"])
@@ -60,4 +62,4 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Enum):
         return value.value
-    raise TypeError(f"{type(value).__name__} cannot be recorded as JSON")
+    return str(value)  # whatever an environment put into its messages or counters must not end the run

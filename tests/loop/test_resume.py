@@ -1,0 +1,106 @@
+"""A run that was killed and started again takes the same updates as one that was not, bit for bit."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import kill_tree, metrics, run, start, write_config
+
+from rollout.recorder import TrajectoryRecorder
+from trajectory.steps import ContextChange, Step, StopReason, Trajectory, TrajectoryGroup
+
+STEPS = 5
+UPDATE_METRICS = ("loss", "policy_loss", "grad_norm", "entropy", "ratio_mean", "clip_frac", "return_mean")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recorded episodes of all steps, and the run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("resume")
+    recorder = TrajectoryRecorder(folder)
+    generator = np.random.default_rng(0)
+    for step in range(1, STEPS + 1):
+        recorder.write([_group(generator, f"train-{step}-{place}") for place in range(3)], step=step, phase="train")
+    run("train", _config(folder, "undisturbed"))
+    return folder
+
+
+def _config(folder: Path, name: str) -> Path:
+    own = folder / name
+    own.mkdir()
+    return write_config(
+        own,
+        run={"name": "run", "dir": str(own), "steps": STEPS},
+        model={"path": str(folder / "model"), "dtype": "fp32", "builder": {"name": "tiny_qwen3"}},
+        rollout={"replay": str(folder / "trajectories.jsonl"), "max_model_len": 256},
+        parallel={"tensor": 2},
+        algorithm={"minibatches": 2, "kl": {"coef": 0.01}},
+        optimizer={"lr": 1e-3, "schedule": "cosine", "warmup_updates": 2},
+        checkpoint={"every": 1},
+    )
+
+
+def _group(generator: np.random.Generator, group_id: str) -> TrajectoryGroup:
+    members = [_trajectory(generator, group_id, f"{group_id}-{index}") for index in range(4)]
+    return TrajectoryGroup(group_id=group_id, trajectories=tuple(members))
+
+
+def _trajectory(generator: np.random.Generator, group_id: str, trajectory_id: str) -> Trajectory:
+    ids = generator.integers(3, 250, size=20).astype(np.int32)
+    steps = []
+    for prompt_length, is_last in ((8, False), (15, True)):
+        steps.append(
+            Step(
+                prompt_ids=ids[:prompt_length],
+                response_ids=ids[prompt_length : prompt_length + 4],
+                rollout_logprobs=-generator.random(4).astype(np.float32),
+                response_mask=np.ones(4, dtype=bool),
+                policy_version=0,
+                terminated=is_last,
+                stop_reason=StopReason.TERMINATED if is_last else StopReason.NONE,
+                context_change=ContextChange.CLEAN if steps else ContextChange.FIRST,
+            )
+        )
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        group_id=group_id,
+        steps=tuple(steps),
+        outcome_reward=float(generator.integers(0, 3)),
+    )
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(folder: Path) -> None:
+    config = _config(folder, "killed")
+    for step in (1, 3):
+        process = start("train", config)
+        _await_step(folder / "killed" / "run", step)
+        kill_tree(process)
+    assert _last_step(folder / "killed" / "run") < STEPS, "the run was over before it could be killed"
+    run("train", config)
+    expected, resumed = metrics(folder / "undisturbed" / "run"), metrics(folder / "killed" / "run")
+    assert [record["step"] for record in resumed] == [record["step"] for record in expected]
+    for undisturbed, killed in zip(expected, resumed, strict=True):
+        assert {name: killed.get(name) for name in UPDATE_METRICS} == {
+            name: undisturbed.get(name) for name in UPDATE_METRICS
+        }
+    assert all(record["loss"] is not None for record in resumed[1:])
+
+
+def _await_step(run_folder: Path, step: int) -> None:
+    """Until the step is in metrics.jsonl: its checkpoint is being written at that moment."""
+    deadline = time.monotonic() + 120
+    while _last_step(run_folder) < step:
+        assert time.monotonic() < deadline, f"step {step} did not come"
+        time.sleep(0.01)
+
+
+def _last_step(run_folder: Path) -> int:
+    records = metrics(run_folder) if (run_folder / "metrics.jsonl").exists() else []
+    return records[-1]["step"] if records else -1
+
+
+def test_a_complete_run_does_not_train_further(folder: Path) -> None:
+    before = metrics(folder / "undisturbed" / "run")
+    run("train", folder / "undisturbed" / "experiment.yaml")
+    assert metrics(folder / "undisturbed" / "run") == before
