@@ -10,8 +10,8 @@ action, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
 if action == "succeed":
     print(f"output of rank {rank}")
-elif action == "fail" and rank == "1":
-    print("rank 1 has no luck", file=sys.stderr)
+elif action == f"fail-{rank}":
+    print(f"rank {rank} has no luck", file=sys.stderr)
     sys.exit(7)
 else:
     if action == "fork":  # a process that neither dies with its parent nor answers to SIGTERM at once

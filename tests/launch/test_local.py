@@ -74,7 +74,7 @@ def test_all_ranks_run_and_the_first_is_shown(tmp_path):
 
 
 def test_exit_code_of_a_failing_rank(tmp_path):
-    _, errors = (job := launch(tmp_path, "fail")).communicate(timeout=START_S)
+    _, errors = (job := launch(tmp_path, "fail-1")).communicate(timeout=START_S)
     assert job.returncode == 7
     assert "rank 1 has no luck" in errors
     assert "rank 1 ended with exit code 7; all ranks were stopped. Logs: " in errors
