@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trajectory.steps import ContextChange, TrajectoryGroup, TrajectoryStatus
+from trajectory.advantages.grpo import EQUAL_RETURNS
+from trajectory.steps import ContextChange, Trajectory, TrajectoryGroup, TrajectoryStatus
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str, float]:
@@ -42,9 +43,19 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str
     for counter in ("tool_calls", "tool_errors", "bad_calls", "bad_actions", "cut_off"):
         if any(counter in step_.info for step_ in steps):
             metrics[counter] = float(sum(step_.info.get(counter, 0) for step_ in steps))
-    for name in sorted({name for t in scored for name in t.reward_parts}):
-        metrics[f"reward_{name}_mean"] = float(np.mean([t.reward_parts.get(name, 0.0) for t in scored]))
+    parts = [_reward_parts(t) for t in scored]
+    for name in sorted({name for own in parts for name in own}):
+        metrics[f"reward_{name}_mean"] = float(np.mean([own[name] for own in parts]))
     return metrics
+
+
+def _reward_parts(trajectory: Trajectory) -> Counter[str]:
+    """The parts of the outcome reward and of all step rewards, added up by name."""
+    parts: Counter[str] = Counter()
+    for own in (trajectory.reward_parts, *(step.reward_parts for step in trajectory.steps)):
+        for name, value in own.items():
+            parts[name] += value  # pyright: ignore[reportArgumentType]
+    return parts
 
 
 def _succeeded(success: bool | None, episode_return: float) -> bool:
@@ -52,4 +63,6 @@ def _succeeded(success: bool | None, episode_return: float) -> bool:
 
 
 def _all_equal(group: TrajectoryGroup) -> bool:
-    return len({t.episode_return for t in group.trajectories}) <= 1
+    """True where the group's baseline leaves nothing to learn from."""
+    returns = [t.episode_return for t in group.trajectories if t.status is not TrajectoryStatus.ENV_FAILED]
+    return not returns or bool(np.ptp(returns) <= EQUAL_RETURNS * max(1.0, np.abs(returns).max()))

@@ -5,6 +5,7 @@ template puts after them. Where the template renders the history in another way 
 anew and the change is named (FORK).
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class TemplateRenderer:
         self._end_of_turn_id = self._tokenizer.eos_token_id
         if self._end_of_turn_id is None:
             raise ModelFolderError(f"{folder}: the tokenizer has no eos_token; set it to the end-of-turn token")
+        self._end_ids = _end_ids(Path(folder)) | {self._end_of_turn_id}
 
     @property
     def end_of_turn_id(self) -> int:
@@ -54,6 +56,7 @@ class TemplateRenderer:
     ) -> tuple[list[int], ContextChange]:
         """The next prompt's ids, and whether it begins with prompt_ids + response_ids (CLEAN) or not (FORK).
 
+        REALIGN: it does, but the model ended its turn with another token than the template's, which follows then.
         `after` begins with the assistant message that `response_ids` decoded to.
         """
         said = self._text(before, tools, generation_prompt=True) + after[0]["content"]
@@ -61,12 +64,15 @@ class TemplateRenderer:
         if not following.startswith(said):
             return self._ids(following), ContextChange.FORK
         closing = following[len(said) :]
+        change = ContextChange.CLEAN
         if response_ids and response_ids[-1] == self._end_of_turn_id:
             # The model closed its turn itself; the template's own end-of-turn token is that one.
             if not closing.startswith(self._end_of_turn):
                 return self._ids(following), ContextChange.FORK
             closing = closing[len(self._end_of_turn) :]
-        return [*prompt_ids, *response_ids, *self._ids(closing)], ContextChange.CLEAN
+        elif response_ids and response_ids[-1] in self._end_ids:
+            change = ContextChange.REALIGN
+        return [*prompt_ids, *response_ids, *self._ids(closing)], change
 
     def demonstration(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
@@ -89,9 +95,9 @@ class TemplateRenderer:
         return ids, mask
 
     def decode(self, response_ids: Sequence[int]) -> str:
-        """Text of a response without the end-of-turn token."""
+        """Text of a response without the token that ended it."""
         ids = list(response_ids)
-        if ids and ids[-1] == self._end_of_turn_id:
+        if ids and ids[-1] in self._end_ids:
             ids.pop()
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -107,3 +113,12 @@ class TemplateRenderer:
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _end_ids(folder: Path) -> set[int]:
+    """All ids at which the engine stops, from generation_config.json or config.json: some models have several."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.exists() and (ids := json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) is not None:
+            return set(ids) if isinstance(ids, list) else {ids}
+    return set()

@@ -1,7 +1,7 @@
 """A GenerateFn that says what a script tells it to, on the quickstart's tokenizer: for tests of what is around it."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ Reply = str | Callable[[], Completion]
 
 def ids_of(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def text_of(ids: Iterable[int]) -> str:
+    return str(TOKENIZER.decode(list(ids)))
 
 
 class ScriptedModel:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scripted_model import END, TOKENIZER, ScriptedModel, completion, ids_of, make_config, make_row, play
+from scripted_model import END, TOKENIZER, ScriptedModel, completion, ids_of, make_config, make_row, play, text_of
 
 from megatron_agent.envs.base import Action, AgentEnv, EnvStep, Observation
 from megatron_agent.errors import ConfigError
@@ -90,7 +90,7 @@ def test_the_next_prompt_is_the_last_one_the_response_and_the_new_observation(fo
     ]
     samples = merge_steps(trajectory, trajectory_index=0, step_advantages=np.ones(2))
     assert len(samples) == 1
-    assert TOKENIZER.decode(samples[0].token_ids[samples[0].loss_mask]) == f"left{END}goal{END}"
+    assert text_of(samples[0].token_ids[samples[0].loss_mask]) == f"left{END}goal{END}"
 
 
 def test_a_reply_that_a_stop_string_ended_is_closed_without_training_the_closing_token(folder):
@@ -182,20 +182,18 @@ def test_a_first_prompt_without_room_says_what_to_raise(folder):
 
 def test_the_system_prompt_goes_before_messages_without_one(folder):
     _, model = run(folder, "goal" + END, agent={"system_prompt": "Be brief."})
-    assert TOKENIZER.decode(model.prompts[0]).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user")
+    assert text_of(model.prompts[0]).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user")
     own = make_row([{"role": "system", "content": "Be long."}])
     _, model = run(folder, "goal" + END, agent={"system_prompt": "Be brief."}, row=own)
-    assert "Be brief." not in TOKENIZER.decode(model.prompts[0])
+    assert "Be brief." not in text_of(model.prompts[0])
 
 
 def test_tools_are_rendered_and_called(folder):
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
     row = make_row("6 * 7?", reward_model={"style": "rule", "ground_truth": "42"})
     trajectory, model = run(folder, call + END, "#### 42" + END, agent={"env": None, "tools": ["calculator"]}, row=row)
-    assert '"name": "calculator"' in TOKENIZER.decode(model.prompts[0])
-    assert TOKENIZER.decode(model.prompts[1]).endswith(
-        f"{call}{END}\n<|im_start|>tool\n42{END}\n<|im_start|>assistant\n"
-    )
+    assert '"name": "calculator"' in text_of(model.prompts[0])
+    assert text_of(model.prompts[1]).endswith(f"{call}{END}\n<|im_start|>tool\n42{END}\n<|im_start|>assistant\n")
     assert trajectory.steps[0].info["tool_calls"] == 1
     assert (trajectory.outcome_reward, trajectory.reward_parts) == (1.0, {"outcome": 1.0})
     assert trajectory.success is True

@@ -212,6 +212,7 @@ def test_sync_environments_never_hold_up_others(folder):
         async def one(name, row):
             started = time.monotonic()
             trajectory = await runner.play(make_request(row, name))
+            assert trajectory is not None
             finished[name] = (trajectory.status, time.monotonic() - started)
 
         await asyncio.gather(*(one(name, row) for name, row in rows.items()))
@@ -226,7 +227,7 @@ def test_sync_environments_never_hold_up_others(folder):
 
 
 def test_two_hundred_hanging_episodes_leave_room_for_one_more(folder):
-    config = make(folder, step_timeout_s=2)
+    config = make(folder, step_timeout_s=3)
     model = ScriptedModel("goal" + END)
 
     async def play_all():
@@ -236,13 +237,13 @@ def test_two_hundred_hanging_episodes_leave_room_for_one_more(folder):
             for number in range(200)
         ]
         await asyncio.sleep(0.5)
-        trajectory = await asyncio.wait_for(runner.play(make_request(trouble_row(), "one more")), 1.5)
+        trajectory = await asyncio.wait_for(runner.play(make_request(trouble_row(), "one more")), 2)
         assert not any(task.done() for task in hanging)
         await asyncio.gather(*hanging)
+        assert trajectory is not None
         return trajectory
 
     trajectory = asyncio.run(play_all())
-    assert trajectory is not None
     assert trajectory.status is TrajectoryStatus.OK
 
 

@@ -25,9 +25,9 @@ def test_forced_tokens_are_not_trained_tokens():
 
 
 def test_no_step_follows_one_that_ended_the_episode():
-    for ending in ({"terminated": True}, {"truncated": True}):
+    for last in (make_step([1], [2], terminated=True), make_step([1], [2], truncated=True)):
         with pytest.raises(ValueError, match="step 0 ended the episode but more follow"):
-            make_trajectory(make_step([1], [2], **ending), make_step([1, 2], [3]))
+            make_trajectory(last, make_step([1, 2], [3]))
 
 
 def test_the_return_counts_the_outcome_once():
