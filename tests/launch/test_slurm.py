@@ -93,8 +93,8 @@ def cluster(tmp_path, monkeypatch):
         inherited = {
             key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
         }
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(["bash", str(path)], env=inherited | job | environment, text=True, **pipes)
+        pipe, everything = subprocess.PIPE, inherited | job | environment
+        return subprocess.Popen(["bash", str(path)], env=everything, text=True, stdout=pipe, stderr=pipe)
 
     return start
 
