@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -174,9 +173,9 @@ def call(name, **arguments):
     return HermesFormat().render(ToolCall(name=name, arguments=arguments))
 
 
-def answer(text, *, is_cut_off=False, **options):
+def answer(text, *, is_cut_off=False, tool_timeout_s=30.0, **options):
     async def run():
-        env = ToolEnv(tools=TOOLS, tool_timeout_s=0.2, **options)
+        env = ToolEnv(tools=TOOLS, tool_timeout_s=tool_timeout_s, **options)
         await env.reset(ROW)
         return await env.step(Action(text=text, is_cut_off=is_cut_off))
 
@@ -236,22 +235,20 @@ def test_objects_are_shown_as_json():
     ],
 )
 def test_a_failing_call_is_an_observation(text, shown, counter):
-    started = time.monotonic()
-    outcome = answer(text)
-    assert time.monotonic() - started < 5
+    outcome = answer(text, tool_timeout_s=0.2 if "hangs" in text else 30)
     assert texts(outcome)[0].startswith(shown)
     assert outcome.info == {"tool_calls": 1, counter: 1}
     assert not outcome.terminated
 
 
 def test_a_failing_call_does_not_cost_its_neighbours():
-    outcome = answer(call("hangs") + call("echo", text="a") + call("raises"))
+    outcome = answer(call("hangs") + call("echo", text="a") + call("raises"), tool_timeout_s=2)
     assert texts(outcome)[1] == "a"
     assert outcome.info == {"tool_calls": 3, "tool_errors": 2}
 
 
 def test_many_hanging_tools_leave_room_for_others():
-    outcome = answer("".join([call("hangs")] * 80) + call("echo", text="a"))
+    outcome = answer("".join([call("hangs")] * 80) + call("echo", text="a"), tool_timeout_s=2)
     assert texts(outcome)[-1] == "a"
     assert outcome.info["tool_errors"] == 80
 

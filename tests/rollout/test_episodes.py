@@ -157,10 +157,10 @@ def test_arguments_that_the_environment_does_not_take(folder):
 @pytest.mark.parametrize("env", ["Troubled", "AsyncTroubled"])
 def test_a_step_that_hangs_fails_after_the_step_timeout(folder, env):
     started = time.monotonic()
-    trajectory = run(folder, trouble_row(step_2="hang"), env=env, step_timeout_s=0.2)
+    trajectory = run(folder, trouble_row(step_2="hang"), env=env, step_timeout_s=0.5)
     assert time.monotonic() - started < 5
     assert trajectory.status is TrajectoryStatus.ENV_FAILED
-    assert trajectory.error == f"step 2: TimeoutError: {env}.step took longer than rollout.step_timeout_s=0.2"
+    assert trajectory.error == f"step 2: TimeoutError: {env}.step took longer than rollout.step_timeout_s=0.5"
     assert len(trajectory.steps) == 1
     assert CLOSED == ["env"]
 
@@ -168,8 +168,8 @@ def test_a_step_that_hangs_fails_after_the_step_timeout(folder, env):
 @pytest.mark.parametrize("env", ["Troubled", "AsyncTroubled"])
 def test_an_episode_that_hangs_is_truncated_after_the_episode_timeout(folder, env):
     started = time.monotonic()
-    trajectory = run(folder, trouble_row(step_3="hang"), env=env, episode_timeout_s=0.5)
-    assert time.monotonic() - started < 5
+    trajectory = run(folder, trouble_row(step_3="hang"), env=env, episode_timeout_s=1.5)
+    assert time.monotonic() - started < 8
     assert trajectory.status is TrajectoryStatus.TRUNCATED
     assert trajectory.error == "episode time-out"
     assert [step.stop_reason for step in trajectory.steps] == [StopReason.NONE, StopReason.TIME_LIMIT]
@@ -189,14 +189,14 @@ def test_an_episode_out_of_time_is_scored_like_other_truncated_ones(folder, monk
         folder,
         trouble_row(step_3="hang"),
         agent={"reward": "megatron_agent.rewards:own"},
-        episode_timeout_s=0.5,
+        episode_timeout_s=1.5,
     )
     assert trajectory.outcome_reward == 0.2
 
 
 def test_sync_environments_never_hold_up_others(folder):
     """Two hanging episodes, one that sleeps, and one that does not wait for any of them."""
-    config = make(folder, step_timeout_s=1.5)
+    config = make(folder, step_timeout_s=2.5)
     model = ScriptedModel(*["left" + END] * 4, "goal" + END)
     rows = {
         "hangs in reset": trouble_row(reset="hang"),
@@ -220,10 +220,10 @@ def test_sync_environments_never_hold_up_others(folder):
 
     finished = asyncio.run(play_all())
     assert finished["quick"][0] is finished["sleeps"][0] is TrajectoryStatus.OK
-    assert finished["quick"][1] < 1.0
-    assert finished["sleeps"][1] < 1.4
+    assert finished["quick"][1] < 2.0
+    assert finished["sleeps"][1] < 2.4
     assert finished["hangs in reset"][0] is finished["hangs in step"][0] is TrajectoryStatus.ENV_FAILED
-    assert max(seconds for _, seconds in finished.values()) < 6
+    assert max(seconds for _, seconds in finished.values()) < 9
 
 
 def test_two_hundred_hanging_episodes_leave_room_for_one_more(folder):
@@ -272,7 +272,7 @@ def test_a_reward_that_fails_is_the_episodes_failure(folder, monkeypatch, failur
 
     monkeypatch.setattr(megatron_agent.rewards, "own", own, raising=False)
     agent = {"reward": "megatron_agent.rewards:own"}
-    trajectory = run(folder, trouble_row(), "left" + END, "goal" + END, agent=agent, step_timeout_s=0.3)
+    trajectory = run(folder, trouble_row(), "left" + END, "goal" + END, agent=agent, step_timeout_s=0.6)
     assert trajectory.status is TrajectoryStatus.ENV_FAILED
     assert (trajectory.error or "").startswith("reward: ")
     assert cost in (trajectory.error or "")

@@ -52,8 +52,8 @@ def test_awkward_lengths_do_not_take_long(low):
     """Samples of little more than a third or a half of a row leave much of every row empty."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(int(low * 4096), int((low + 0.05) * 4096), size=8192).tolist()
-    started = time.monotonic()
+    started = time.process_time()
     rows = assign_rows(lengths, tokens_per_row=4096, data_parallel_size=8)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
     per_row = int(1 / low)
     assert len(rows) <= 1.03 * 8192 / per_row + 8
