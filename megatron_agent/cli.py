@@ -20,6 +20,7 @@ def main() -> int:
     Errors with a remedy, a full disk and Ctrl-C end with one message; anything else is a defect and keeps its
     traceback. `--debug` shows all tracebacks.
     """
+    sys.path.insert(0, "")  # as `python -m` does: own tools and environments lie in the current folder
     debug = "--debug" in sys.argv[1:]
     try:
         return run_command(sys.argv[1:])

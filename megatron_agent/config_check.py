@@ -6,12 +6,13 @@ CHECKS. What a check cannot know without starting is left to the part that will.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_check_data import check_eval_rows, check_sft_rows, check_train_rows
 from megatron_agent.config_check_model import check_builder, check_model_folder, check_model_sizes, folder_exists
-from megatron_agent.config_check_names import check_agent_names, check_algorithm_names
-from megatron_agent.config_layout import fleet_gpus, trainer_layout
+from megatron_agent.config_check_names import check_agent_names, check_algorithm_names, has_tool_env
+from megatron_agent.config_layout import fleet_gpus, runs_on_gpus, trainer_layout
 from megatron_agent.config_loading import override_keys
 from megatron_agent.errors import ConfigError, list_problems
 
@@ -54,7 +55,7 @@ def check_devices(config: ExperimentConfig) -> Iterator[str]:
         yield f"cluster.device is cpu, but cluster.gpus_per_node is {cluster.gpus_per_node}; set it to 0"
     if cluster.device == "cuda" and not cluster.gpus_per_node:
         yield "cluster.device is cuda, but cluster.gpus_per_node is 0; say how many GPUs a node has"
-    if not _on_gpus(config):
+    if not runs_on_gpus(config):
         if cluster.colocate:
             yield "cluster.colocate shares GPUs, and cluster.gpus_per_node is 0; drop it (on CPU all cores are shared)"
         if cluster.rollout_nodes:
@@ -91,9 +92,9 @@ def _check_fleet_fits(config: ExperimentConfig) -> Iterator[str]:
 def check_sync(config: ExperimentConfig) -> Iterator[str]:
     """The transport of weights against the device."""
     backend, colocate = config.sync.backend, config.cluster.colocate
-    if config.sync.verify and _on_gpus(config):
+    if config.sync.verify and runs_on_gpus(config):
         yield "sync.verify compares what went through shared_memory, which GPUs do not use; set it to false"
-    if not _on_gpus(config):
+    if not runs_on_gpus(config):
         if backend in ("nccl", "ipc"):
             yield f"sync.backend {backend} needs GPUs, and cluster.gpus_per_node is 0; use auto or shared_memory"
     elif backend == "shared_memory":
@@ -148,6 +149,17 @@ def check_algorithm(config: ExperimentConfig) -> Iterator[str]:
         yield f"eval.every is {config.eval.every}, but data.eval names no rows; name them or set eval.every to 0"
 
 
+def check_replay(config: ExperimentConfig) -> Iterator[str]:
+    """A recording in place of the fleet."""
+    replay = config.rollout.replay
+    if replay is None:
+        return
+    if not Path(replay).is_file():
+        yield f"rollout.replay {replay}: no such file; name the trajectories.jsonl of a run"
+    if config.data.eval is not None:
+        yield "rollout.replay starts no fleet, so data.eval cannot be played; set data.eval=null"
+
+
 def check_engine_args(config: ExperimentConfig) -> Iterator[str]:
     """Engine options that this file sets elsewhere."""
     for key in config.rollout.engine_args:
@@ -163,6 +175,8 @@ ENGINE_ARGS_SET_ELSEWHERE = {
     "tensor_parallel_size": "rollout.tensor_parallel",
     "max_model_len": "rollout.max_model_len",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "distributed_executor_backend": "rollout.tensor_parallel",
     "logprobs_mode": "the fleet: training needs the log-probs of the sampled distribution",
     "weight_transfer_config": "sync.backend",
 }
@@ -178,14 +192,20 @@ INERT: dict[str, tuple[Callable[[ExperimentConfig], bool], str]] = {
     "algorithm.loss.dual_clip": (lambda c: _is_on_policy(c), NEVER_CLIPS),
     "algorithm.advantage.eps": (lambda c: not c.algorithm.advantage.std, "algorithm.advantage.std is false"),
     "optimizer.min_lr_frac": (lambda c: c.optimizer.schedule == "constant", "optimizer.schedule is constant"),
-    "agent.tool_format": (lambda c: c.agent.env is not None, "agent.env is set, and it parses replies itself"),
-    "agent.bad_call": (lambda c: c.agent.env is not None, "agent.env is set, and it parses replies itself"),
-    "rollout.tool_timeout_s": (lambda c: c.agent.env is not None, "agent.env is set, which has no tools"),
+    "agent.tool_format": (
+        lambda c: not has_tool_env(c),
+        "agent.env is set, and it parses replies itself",
+    ),
+    "agent.bad_call": (
+        lambda c: not has_tool_env(c),
+        "agent.env is set, and it parses replies itself",
+    ),
+    "rollout.tool_timeout_s": (lambda c: not has_tool_env(c), "agent.env is set, which has no tools"),
     "run.report_episodes": (lambda c: not c.logging.report, "logging.report is false"),
     "eval": (lambda c: c.data.eval is None, "data.eval names no rows"),
-    "rollout.gpu_memory_utilization": (lambda c: not _on_gpus(c), "the fleet runs on CPU"),
-    "rollout.kv_cache_gib": (lambda c: _on_gpus(c), "the fleet runs on GPUs"),
-    "rollout.engine_threads": (lambda c: _on_gpus(c), "the fleet runs on GPUs"),
+    "rollout.gpu_memory_utilization": (lambda c: not runs_on_gpus(c), "the fleet runs on CPU"),
+    "rollout.kv_cache_gib": (lambda c: runs_on_gpus(c), "the fleet runs on GPUs"),
+    "rollout.engine_threads": (lambda c: runs_on_gpus(c), "the fleet runs on GPUs"),
     "model.builder": (lambda c: folder_exists(c), "the folder model.path exists already; remove it or name another"),
 }
 """Options that do nothing in some configurations, and why."""
@@ -205,10 +225,6 @@ def _is_on_policy(config: ExperimentConfig) -> bool:
     return algorithm.epochs * algorithm.minibatches == 1 and algorithm.old_logprobs == "recompute"
 
 
-def _on_gpus(config: ExperimentConfig) -> bool:
-    return config.cluster.device != "cpu" and config.cluster.gpus_per_node > 0
-
-
 CHECKS: tuple[Check, ...] = (
     check_run,
     check_layout,
@@ -217,6 +233,7 @@ CHECKS: tuple[Check, ...] = (
     check_lengths,
     check_sampling,
     check_algorithm,
+    check_replay,
     check_engine_args,
     check_algorithm_names,
     check_agent_names,

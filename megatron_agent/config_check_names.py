@@ -28,6 +28,11 @@ def check_algorithm_names(config: ExperimentConfig) -> Iterator[str]:
             yield f"{option}: there is no {name!r}; {did_you_mean(name, known)}"
 
 
+def has_tool_env(config: ExperimentConfig) -> bool:
+    """Whether episodes are played by the environment that agent.tools and its options are for."""
+    return config.agent.env in (None, "tool_env")
+
+
 def check_agent_names(config: ExperimentConfig) -> Iterator[str]:
     """Flow, environment, tools and reward; registered or the user's own. Also the environment's arguments."""
     agent = config.agent
@@ -46,7 +51,7 @@ def check_agent_names(config: ExperimentConfig) -> Iterator[str]:
             reference = known.get(name, name)
             # A row's own env_kwargs give what is missing here.
             yield from arguments_problem("agent.env_kwargs", reference, agent.env_kwargs, given_later=None)
-    if agent.env is not None and agent.tools:
+    if agent.tools and not has_tool_env(config):
         yield f"agent.tools are for the default environment, but agent.env is {agent.env}; remove one of the two"
     if len(set(agent.tools)) < len(agent.tools):
         yield f"agent.tools names a tool twice: {', '.join(agent.tools)}; keep one"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import ConfigError
+from megatron_agent.weight_buckets import BACKEND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,20 @@ def trainer_layout(config: ExperimentConfig) -> TrainerLayout:
             f"more than cluster.gpus_per_node {gpus}; use more trainer nodes or smaller parallel sizes"
         )
     return TrainerLayout(nodes=nodes, ranks_per_node=ranks_per_node, data=data)
+
+
+def runs_on_gpus(config: ExperimentConfig) -> bool:
+    """Whether trainer and fleet run on GPUs: `cluster.gpus_per_node` says so, and cluster.device is not `cpu`."""
+    return config.cluster.device != "cpu" and config.cluster.gpus_per_node > 0
+
+
+def sync_backend(config: ExperimentConfig) -> str:
+    """The transport of weights that `sync.backend` asks for on this device; both of its ends take it from here."""
+    if config.sync.backend != "auto":
+        return config.sync.backend
+    if not runs_on_gpus(config):
+        return BACKEND
+    return "ipc" if config.cluster.colocate else "nccl"
 
 
 def fleet_gpus(config: ExperimentConfig) -> list[int]:

@@ -37,6 +37,4 @@ class Completion:
 class GenerateFn(Protocol):
     """Generates one completion. `session_id` pins an episode to one replica, so its prefix stays cached."""
 
-    async def __call__(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session_id: str
-    ) -> Completion: ...
+    async def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Completion: ...

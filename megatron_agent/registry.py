@@ -15,7 +15,9 @@ def resolve(kind: str, name: str, registry: Mapping[str, str]) -> Any:
     reference = registry.get(name, name)
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
-        raise ConfigError(f"unknown {kind} {name!r}: {did_you_mean(name, registry)} Own ones: package.module:name")
+        raise ConfigError(
+            f"unknown {kind} {name!r}: {did_you_mean(name, registry)}; own ones are named package.module:name"
+        )
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:

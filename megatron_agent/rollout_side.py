@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.fleet import Fleet
-
 from launch import ray_cluster
 from megatron_agent.batching import TrainingBatch
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_layout import fleet_gpus
 from megatron_agent.console import TrainingDisplay
 from megatron_agent.data import Row, RowIterator, load_rows
+from megatron_agent.errors import ConfigError, DataError
+from megatron_agent.flows.registry import make_flow
 from megatron_agent.metrics import MetricsLogger, cut_jsonl
+from megatron_agent.registry import resolve
 from megatron_agent.report import write_report
+from megatron_agent.rewards import REWARDS
 from megatron_agent.rollout_metrics import rollout_metrics
+from parallel import checkpoint
 from rollout.episodes import RolloutManager, RolloutResult
+from rollout.fleet import Fleet
 from rollout.recorder import TrajectoryRecorder
 from rollout.replay import RecordedEpisodes
 
@@ -129,12 +134,31 @@ def run_folder(config: ExperimentConfig) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
+def _load_rows(config: ExperimentConfig, source: str, arguments: Mapping[str, Any]) -> list[Row]:
+    """The rows, whose flows and rewards exist: found here, before a fleet has started for them."""
+    rows = load_rows(source, arguments)
+    try:
+        for flow in {row.agent_name for row in rows if row.agent_name}:
+            make_flow(flow)
+        styles = {row.reward_style for row in rows if row.reward_style and row.ground_truth is not None}
+        for style in styles if config.agent.reward is None else ():
+            resolve("reward_model.style", style, REWARDS)
+    except ConfigError as error:
+        raise DataError(f"{source}: {error}; agent.reward, where it is set, scores all rows") from error
+    return rows
+
+
 def _start_fleet(config: ExperimentConfig, stack: ExitStack) -> Fleet:
     ray_cluster.connect(
-        config.cluster.ray_address, num_cpus=os.cpu_count() or 1, timeout_s=config.rollout.start_timeout_s
+        config.cluster.ray_address,
+        num_cpus=os.cpu_count() or 1,
+        timeout_s=config.rollout.start_timeout_s,
+        num_nodes=max(1, config.cluster.rollout_nodes),
+        gpu_ids=fleet_gpus(config),
     )
     stack.callback(ray_cluster.disconnect)
-    fleet = Fleet(config)
+    resumed_from = checkpoint.latest(run_folder(config) / "checkpoints")
+    fleet = Fleet(config, start_name=resumed_from.name if resumed_from else "")
     stack.callback(fleet.shutdown)
     fleet.start()
     return fleet
@@ -143,8 +167,8 @@ def _start_fleet(config: ExperimentConfig, stack: ExitStack) -> Fleet:
 @contextmanager
 def open_rollout_side(config: ExperimentConfig) -> Iterator[RolloutSide]:
     """Load the rows, join or start Ray, start fleet and runners; end all of it afterwards."""
-    rows = load_rows(config.data.train, config.data.train_args)
-    eval_rows = load_rows(config.data.eval, config.data.eval_args) if config.data.eval else []
+    rows = _load_rows(config, config.data.train, config.data.train_args)
+    eval_rows = _load_rows(config, config.data.eval, config.data.eval_args) if config.data.eval else []
     folder = run_folder(config)
     with ExitStack() as stack:
         display = TrainingDisplay(config.run.steps)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallel.weight_sender import WeightSender
 from torch import nn
 
 from megatron_agent.batching import Minibatch
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_layout import runs_on_gpus, sync_backend
 from megatron_agent.errors import CheckpointError
 from megatron_agent.model_folders.registry import ensure_model_folder
 from megatron_agent.rollout_side import RolloutSide, open_rollout_side
@@ -28,6 +28,7 @@ from parallel.model import build_model, read_hf_config
 from parallel.optimizer import LrScheduler, build_optimizer
 from parallel.reference import ReferenceModel
 from parallel.train_step import PolicyTrainer
+from parallel.weight_sender import WeightSender
 from parallel.weight_source import MegatronWeightSource
 from rollout.episodes import RolloutResult
 from trajectory.packing import PackedMicrobatch
@@ -70,6 +71,7 @@ class Session:
 
     def restore(self, path: Path) -> int:
         """Continue from a checkpoint: weights, optimizer, schedule, RNG, data position, metrics. Returns its step."""
+        assert self.scheduler is not None
         state = checkpoint.load(
             path, model_chunks=self.model_chunks, optimizer=self.optimizer, scheduler=self.scheduler
         )
@@ -85,6 +87,7 @@ class Session:
 
     def save(self, step: int) -> None:
         """Write the checkpoint of `step`; the last `checkpoint.keep_last` stay."""
+        assert self.scheduler is not None
         checkpoint.save(
             checkpoint_folder(self.config),
             step,
@@ -135,6 +138,11 @@ class Session:
             microbatches = [replace(row, reference_logprobs=v) for row, v in zip(microbatches, logprobs, strict=True)]
         return microbatches
 
+    def update(self, microbatches: list[PackedMicrobatch], *, denominator: float, on_policy: bool) -> dict[str, float]:
+        """One optimizer update; see PolicyTrainer.update."""
+        assert self.policy is not None
+        return self.policy.update(microbatches, denominator=denominator, on_policy=on_policy)
+
 
 def share_minibatch(minibatch: Minibatch | None) -> tuple[list[PackedMicrobatch], float]:
     """This data rank's microbatches and the denominator of the whole. Collective; rank 0 passes the minibatch."""
@@ -160,7 +168,9 @@ def open_session(config: ExperimentConfig, *, for_training: bool = True, with_fl
         rollout = stack.enter_context(open_rollout_side(config)) if is_rank_0 and with_fleet else None
         model_chunks = build_model(config.model.path, config=config, for_training=for_training)
         load_hf_weights(model_chunks, config.model.path)
-        source = MegatronWeightSource(model_chunks, read_hf_config(config.model.path))
+        source = MegatronWeightSource(
+            model_chunks, read_hf_config(config.model.path), to_all_ranks=sync_backend(config) == "ipc"
+        )
         sender = WeightSender(source, config, rollout.fleet.sync_client() if rollout and rollout.fleet else None)
         session = Session(config=config, model_chunks=model_chunks, rollout=rollout, sender=sender)
         if for_training and config.algorithm.kl.coef > 0:
@@ -169,6 +179,7 @@ def open_session(config: ExperimentConfig, *, for_training: bool = True, with_fl
 
 
 def trainer_device(config: ExperimentConfig) -> torch.device:
-    """This rank's device: `cluster.device`, or CUDA where there is one."""
-    use_cuda = config.cluster.device == "cuda" or (config.cluster.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    """This rank's device."""
+    if not runs_on_gpus(config):
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

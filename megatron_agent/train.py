@@ -74,13 +74,13 @@ def train_step(session: Session, step: int) -> dict[str, float]:
         minibatches = [(session.score(rows, old=not on_policy), denominator) for rows, denominator in minibatches]
     with clock("update"):
         updates = [
-            session.policy.update(rows, denominator=denominator, on_policy=on_policy)
+            session.update(rows, denominator=denominator, on_policy=on_policy)
             for _ in range(algorithm.epochs)
             for rows, denominator in minibatches
         ]
     with clock("sync"):
         sync = session.sync_weights(version=step)
-    if session.rollout is None:
+    if session.rollout is None or result is None or batch is None:
         return {}
     return session.rollout.step_metrics(step, result, batch, updates, sync, clock.seconds)
 

@@ -48,4 +48,4 @@ def checksum(tensor: "torch.Tensor") -> int:
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(memoryview(flat.cpu().numpy()))
+    return zlib.crc32(flat.cpu().numpy().data)

@@ -87,8 +87,7 @@ def read_weights(folder: Path, model_chunks: list[nn.Module]) -> None:
 def _sharded_weights(model_chunks: list[nn.Module]) -> dict[str, Any]:
     metadata = dict(_METADATA)  # Megatron adds process groups to it
     return {
-        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(model_chunks)
+        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(model_chunks)
     }
 
 

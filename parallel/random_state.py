@@ -1,6 +1,6 @@
 """The random number generators of one process, as JSON.
 
-Only rank 0's are kept: the model has no dropout, and whatever is drawn (data order, sampling seeds) is drawn there.
+Only rank 0's are kept: the model has no dropout, and whatever is drawn is drawn there.
 """
 
 import base64

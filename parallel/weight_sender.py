@@ -12,12 +12,13 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_layout import sync_backend
 from megatron_agent.errors import WeightSyncError
 from megatron_agent.weight_buckets import BACKEND, SHARED_MEMORY_DIR, BucketEntry, aligned, checksum
 from parallel.distribute import broadcast_object
@@ -34,8 +35,8 @@ class SyncClient(Protocol):
     def start_weight_update(self) -> None: ...
     def update_weights(self, update_info: Any) -> None: ...
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-    def begin(self) -> None:
-        """Take the replicas out of service and wait until they are idle."""
+    def begin(self) -> bool:
+        """Take the replicas out of service and wait until they are idle; True where one was started anew."""
         ...
 
     def commit(self, version: int) -> None:
@@ -52,17 +53,24 @@ class SharedMemorySender:
         self._bucket_bytes = bucket_bytes
         self._verify = verify
 
-    def send(self) -> int:
-        """One full update; returns the bytes sent (0 on ranks other than 0). Collective."""
+    def send(self, *, replicas_changed: bool) -> int:
+        """One full update; returns the bytes sent (0 on ranks other than 0). Collective.
+
+        Every update stands alone, so it does not matter here that `replicas_changed`.
+        """
         if self._client is None:
             for _ in self._source:
                 pass
             return 0
-        self._client.start_weight_update()
-        total = 0
-        for bucket in _buckets(self._source, self._bucket_bytes):
-            total += self._send_bucket(bucket)
-        self._client.finish_weight_update()
+        tensors = iter(self._source)
+        try:
+            self._client.start_weight_update()
+            total = sum(self._send_bucket(bucket) for bucket in _buckets(tensors, self._bucket_bytes))
+            self._client.finish_weight_update()
+        except WeightSyncError:
+            for _ in tensors:  # the other ranks are in the stream's collectives to its end
+                pass
+            raise
         return total
 
     def _send_bucket(self, tensors: list[tuple[str, torch.Tensor]]) -> int:
@@ -124,9 +132,9 @@ class VllmSender:
         self._bucket_bytes = bucket_bytes
         self._engine: Any = None
 
-    def send(self) -> int:
-        """One full update; returns the bytes sent. Collective."""
-        if self._engine is None:
+    def send(self, *, replicas_changed: bool) -> int:
+        """One full update; returns the bytes sent. Collective. `replicas_changed`: shake hands anew."""
+        if self._engine is None or replicas_changed:
             self._engine = self._make_engine()
         self._engine.send_weights()
         return sum(meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in self._source.metadata())
@@ -134,8 +142,9 @@ class VllmSender:
     def _make_engine(self) -> Any:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+        client: Any = self._client  # None on the ranks that do not talk to the fleet
         return WeightTransferTrainerFactory.trainer_init(
-            self._init_info(), client=self._client, source=as_vllm_source(self._source)
+            self._init_info(), client=client, source=as_vllm_source(self._source)
         )
 
     def _init_info(self) -> Any:
@@ -156,7 +165,7 @@ class VllmSender:
         )
 
 
-def _buckets(source: MegatronWeightSource, limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def _buckets(source: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Runs of tensors of at most `limit` bytes together; a larger tensor is a bucket of its own."""
     bucket: list[tuple[str, torch.Tensor]] = []
     used = 0
@@ -184,10 +193,7 @@ class WeightSender:
         """`client` is rank 0's; None on the other ranks and where there is no fleet."""
         self._client = client
         bucket_bytes = config.sync.bucket_mib * 2**20
-        backend = config.sync.backend
-        if backend == "auto":
-            on_cuda = torch.cuda.is_available() and config.cluster.device != "cpu"
-            backend = ("ipc" if config.cluster.colocate else "nccl") if on_cuda else BACKEND
+        backend = sync_backend(config)
         self._transport: SharedMemorySender | VllmSender
         if backend == BACKEND:
             self._transport = SharedMemorySender(source, client, bucket_bytes=bucket_bytes, verify=config.sync.verify)
@@ -197,12 +203,32 @@ class WeightSender:
     def send(self, version: int) -> dict[str, float]:
         """One sync; returns `sync_s` and `sync_bytes`. Collective over all trainer ranks.
 
-        Raises WeightSyncError where a replica could not take the weights; it then serves nothing until the next sync.
+        A replica that dies or fails on the way is restarted, and the sync begins anew. Raises WeightSyncError where it
+        fails twice; the replicas then serve nothing.
         """
         started = time.monotonic()
-        if self._client:
-            self._client.begin()
-        num_bytes = self._transport.send()
-        if self._client:
-            self._client.commit(version)
+        num_bytes, error = self._try(version)
+        if broadcast_object(error is not None):
+            num_bytes, error = self._try(version)
+            if broadcast_object(error is not None):
+                raise error or WeightSyncError("the weight sync failed twice; rank 0 says why")
         return {"sync_s": time.monotonic() - started, "sync_bytes": float(num_bytes)}
+
+    def _try(self, version: int) -> tuple[int, WeightSyncError | None]:
+        """(bytes sent, what went wrong on rank 0)."""
+        error: WeightSyncError | None = None
+        changed = False
+        try:
+            changed = self._client.begin() if self._client else False
+        except WeightSyncError as failure:
+            error = failure
+        go, changed = broadcast_object((error is None, changed))
+        if not go:
+            return 0, error
+        try:
+            num_bytes = self._transport.send(replicas_changed=changed)
+            if self._client:
+                self._client.commit(version)
+        except WeightSyncError as failure:
+            return 0, failure
+        return num_bytes, None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
+from ray.actor import exit_actor
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import FleetError
@@ -20,11 +20,6 @@ from megatron_agent.generation import Completion, SamplingParams
 
 NO_WEIGHTS = -1
 """The version of a replica that waits for weights."""
-OWN_ENGINE_ARGS = frozenset(
-    {"model", "dtype", "max_model_len", "tensor_parallel_size", "logprobs_mode", "weight_transfer_config", "seed",
-     "gpu_memory_utilization", "kv_cache_memory_bytes", "distributed_executor_backend"}
-)  # fmt: skip
-"""Engine arguments that the configuration decides elsewhere; rollout.engine_args may not set them."""
 
 
 class ReplicaEngine:
@@ -39,6 +34,7 @@ class ReplicaEngine:
         self._version = NO_WEIGHTS
         self._engine: Any = None
         self._next_request = 0
+        self._is_updating = False
         self._end_of_turn = _end_of_turn_ids(config.model.path)
         _log_to(Path(log_path))
         if on_cpu:
@@ -96,13 +92,12 @@ class ReplicaEngine:
         self._next_request += 1
         version = self._version
         prompt = {"prompt_token_ids": list(prompt_ids)}
-        output: Any = None
         try:
-            async for output in self._engine.generate(prompt, request, f"request-{self._next_request}"):
-                pass
+            outputs = [o async for o in self._engine.generate(prompt, request, f"request-{self._next_request}")]
         except EngineDeadError:
             self._engine.shutdown()
-            ray.actor.exit_actor()  # a replica whose engine died is a dead replica: the fleet starts another
+            exit_actor()  # a replica whose engine died is a dead replica: the fleet starts another
+        output = outputs[-1]
         sampled = output.outputs[0]
         token_ids = list(sampled.token_ids)
         return Completion(
@@ -117,6 +112,10 @@ class ReplicaEngine:
         """The version of the weights that serve; NO_WEIGHTS where none do."""
         return self._version
 
+    async def is_updating(self) -> bool:
+        """True inside an update's bracket, where its weights are neither the old nor the new ones."""
+        return self._is_updating
+
     async def begin_update(self) -> None:
         """Stop serving and wait until no request is in flight."""
         self._version = NO_WEIGHTS
@@ -130,6 +129,7 @@ class ReplicaEngine:
 
     async def start_weight_update(self) -> None:
         """Open the bracket of one update."""
+        self._is_updating = True
         await self._engine.start_weight_update()
 
     async def update_weights(self, update_info: Any) -> None:
@@ -141,6 +141,7 @@ class ReplicaEngine:
     async def finish_weight_update(self) -> None:
         """Close the bracket."""
         await self._engine.finish_weight_update()
+        self._is_updating = False
 
     async def commit_update(self, version: int) -> None:
         """Serve again, with these weights and without cached prefixes of older ones."""

@@ -11,13 +11,13 @@ raise ends in the trajectory; nothing else is caught.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.data import Row
@@ -142,22 +142,27 @@ class RolloutManager:
         """Starts the runners; raises FleetError where they are not up within rollout.start_timeout_s."""
         self._config = config
         self._fleet = fleet
-        options = config.rollout
-        per_runner = -(-options.max_concurrent_episodes // options.runners)
-        actor = ray.remote(EpisodeRunner).options(num_cpus=0, max_concurrency=per_runner + 1)
-        self._runners: list[Any] = [actor.remote(config, fleet.client()) for _ in range(options.runners)]
-        try:
-            ray.get([runner.ready.remote() for runner in self._runners], timeout=options.start_timeout_s)
-        except GetTimeoutError as error:
-            raise FleetError(
-                f"the {options.runners} episode runners were not up after {options.start_timeout_s:g} s; "
-                "raise rollout.start_timeout_s or lower rollout.runners"
-            ) from error
+        self._runners: list[Any] = [None] * config.rollout.runners
+        self._start_runners(range(config.rollout.runners))
         self._waiting: list[EpisodeRequest] = []
         self._finished: dict[str, Trajectory] = {}
         self._order: list[tuple[str, list[str]]] = []
         self._started = 0.0
         self._num_retries = 0
+
+    def _start_runners(self, numbers: Iterable[int]) -> None:
+        options = self._config.rollout
+        per_runner = -(-options.max_concurrent_episodes // options.runners)
+        actor = ray.remote(EpisodeRunner).options(num_cpus=0, max_concurrency=per_runner + 1)
+        for number in numbers:
+            self._runners[number] = actor.remote(self._config, self._fleet.client())
+        try:
+            ray.get([runner.ready.remote() for runner in self._runners], timeout=options.start_timeout_s)
+        except (GetTimeoutError, RayActorError) as error:
+            raise FleetError(
+                f"the {options.runners} episode runners were not up after {options.start_timeout_s:g} s "
+                f"({type(error).__name__}); raise rollout.start_timeout_s or lower rollout.runners"
+            ) from error
 
     def start(
         self, rows: Sequence[Row], *, step: int, group_size: int, temperature: float, phase: str = "train"
@@ -186,13 +191,14 @@ class RolloutManager:
         rollout.max_failed_frac of the episodes failed in environment code.
         """
         total = len(self._waiting) + len(self._finished)
-        in_flight: dict[Any, EpisodeRequest] = {}
+        in_flight: dict[Any, tuple[int, EpisodeRequest]] = {}
         lost: list[EpisodeRequest] = []
+        dead_runners: set[int] = set()
         turn = 0
         while self._waiting or in_flight:
             while self._waiting and not lost and len(in_flight) < self._config.rollout.max_concurrent_episodes:
-                request = self._waiting.pop(0)
-                in_flight[self._runners[turn % len(self._runners)].play.remote(request)] = request
+                request, runner = self._waiting.pop(0), turn % len(self._runners)
+                in_flight[self._runners[runner].play.remote(request)] = (runner, request)
                 turn += 1
             if not in_flight:
                 break
@@ -200,8 +206,12 @@ class RolloutManager:
             if done:  # take along whatever else is ready
                 done, _ = ray.wait(list(in_flight), num_returns=len(in_flight), timeout=0)
             for reference in done:
-                request = in_flight.pop(reference)
-                trajectory = ray.get(reference)
+                runner, request = in_flight.pop(reference)
+                try:
+                    trajectory = ray.get(reference)
+                except RayActorError:  # out of memory, say: what it played is played again by another one
+                    dead_runners.add(runner)
+                    trajectory = None
                 if trajectory is None:
                     lost.append(request)
                 else:
@@ -209,6 +219,7 @@ class RolloutManager:
             progress(len(self._finished), total)
         if lost:
             self._requeue(lost)
+            self._start_runners(dead_runners)
             self._fleet.ensure_healthy()
             return None if self._fleet.needs_weights else self.run(progress)
         return self._result()
@@ -219,8 +230,8 @@ class RolloutManager:
         for request in lost:
             if request.attempt >= limit:
                 raise FleetError(
-                    f"episode {request.trajectory_id} lost its replica {request.attempt + 1} times "
-                    f"(rollout.max_episode_retries={limit}); see the engine logs in the run folder"
+                    f"episode {request.trajectory_id} lost its replica or runner {request.attempt + 1} times "
+                    f"(rollout.max_episode_retries={limit}); see the logs in the run folder"
                 )
         self._waiting += [replace(request, attempt=request.attempt + 1) for request in lost]
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_layout import runs_on_gpus, sync_backend
 from megatron_agent.errors import FleetError, MegatronAgentError, WeightSyncError
 from megatron_agent.generation import Completion, SamplingParams
-from megatron_agent.weight_buckets import BACKEND
 from rollout.engine import NO_WEIGHTS, ReplicaEngine
 
 HEALTH_TIMEOUT_S = 30.0
@@ -49,14 +50,12 @@ class FleetClient:
         """Raises ReplicaDiedError where the replica is gone, FleetError after rollout.generate_timeout_s."""
         name = self._replica_of.get(session_id) or self._assign(session_id)
         try:
-            if name not in self._handles:
-                self._handles[name] = ray.get_actor(name)
-            reference = self._handles[name].generate.remote(prompt_ids, params)
+            reference = self._handle(name).generate.remote(prompt_ids, params)
             return await asyncio.wait_for(reference, self._timeout_s)
-        except (ray.exceptions.RayActorError, ValueError) as error:  # ValueError: no actor of that name
+        except RayActorError as error:
             self._handles.pop(name, None)
             raise ReplicaDiedError(f"{name} died: {error}") from error
-        except ray.exceptions.RayTaskError as error:
+        except RayTaskError as error:
             if isinstance(error, MegatronAgentError):
                 raise
             raise FleetError(f"{name} failed: {_last_line(error)}; see its log in the run folder") from error
@@ -65,6 +64,14 @@ class FleetClient:
                 f"{name} gave no completion within rollout.generate_timeout_s={self._timeout_s:g}; "
                 "raise it, or lower agent.max_response_tokens or rollout.max_concurrent_episodes"
             ) from error
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._handles:
+            try:
+                self._handles[name] = ray.get_actor(name)
+            except ValueError as error:
+                raise ReplicaDiedError(f"there is no {name} at the moment") from error
+        return self._handles[name]
 
     def forget(self, session_id: str) -> None:
         """The session is over."""
@@ -81,15 +88,17 @@ class FleetClient:
 class Fleet:
     """Owns the replicas. Used by rank 0 only; Ray must be connected."""
 
-    def __init__(self, config: ExperimentConfig, *, on_cpu: bool = True) -> None:
+    def __init__(self, config: ExperimentConfig, *, start_name: str = "") -> None:
+        """`start_name` tells the starts of one run apart, so that a resumed fleet does not sample as the first did."""
         if not ray.is_initialized():
             raise FleetError("Ray is not connected; call launch.ray_cluster.connect first")
         self._config = config
-        self._on_cpu = on_cpu
-        self._backend = sync_backend(config, on_cpu=on_cpu)
+        self._on_cpu = not runs_on_gpus(config)
+        self._backend = sync_backend(config)
         run = uuid.uuid4().hex[:8]
         self._names = [f"replica-{index}-{run}" for index in range(config.rollout.replicas)]
         self._actors: dict[str, Any] = {}
+        self._start_name = start_name
         self._num_starts = 0
 
     def start(self) -> None:
@@ -102,7 +111,7 @@ class Fleet:
         index = self._names.index(name)
         log_path = Path(self._config.run.dir) / self._config.run.name / "logs" / f"replica-{index}.log"
         self._num_starts += 1
-        seed = zlib.crc32(f"{self._config.run.seed}/{self._num_starts}".encode())
+        seed = zlib.crc32(f"{self._config.run.seed}/{self._start_name}/{self._num_starts}".encode())
         gpus = 0 if self._on_cpu else self._config.rollout.tensor_parallel
         actor = ray.remote(ReplicaEngine).options(
             name=name, num_cpus=0, num_gpus=gpus, max_concurrency=self._config.rollout.max_concurrent_episodes + 8
@@ -116,11 +125,11 @@ class Fleet:
         folder = Path(self._config.run.dir) / self._config.run.name / "logs"
         try:
             ray.get([self._actors[name].start.remote() for name in names], timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
+        except GetTimeoutError as error:
             raise FleetError(
                 f"the replicas were not up after rollout.start_timeout_s={timeout_s:g}; see {folder}/replica-*.log"
             ) from error
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise FleetError(f"a replica could not start: {_last_line(error)}; see {folder}/replica-*.log") from error
 
     def client(self) -> FleetClient:
@@ -146,13 +155,21 @@ class Fleet:
 
     def ensure_healthy(self) -> list[str]:
         """Restart the replicas that died; returns their names. They serve after the next weight sync."""
-        dead = [name for name in self._names if not self._is_alive(name)]
-        for name in dead:
+        return self._restart([name for name in self._names if not self._is_alive(name)])
+
+    def ensure_ready_for_weights(self) -> list[str]:
+        """Like `ensure_healthy`; replicas that were left in the middle of an update are restarted as well."""
+        restarted = self.ensure_healthy()
+        states = ray.get([actor.is_updating.remote() for actor in self.actors()], timeout=HEALTH_TIMEOUT_S)
+        return restarted + self._restart([name for name, half in zip(self._names, states, strict=True) if half])
+
+    def _restart(self, names: list[str]) -> list[str]:
+        for name in names:
             ray.kill(self._actors[name])
             self._actors[name] = self._start_replacement(name)
-        if dead:
-            self._await_started(dead)
-        return dead
+        if names:
+            self._await_started(names)
+        return names
 
     def _start_replacement(self, name: str) -> Any:
         """A new actor under the dead one's name, which Ray frees a moment after the death."""
@@ -162,13 +179,15 @@ class Fleet:
                 return self._start_one(name)
             except ValueError as error:
                 if time.monotonic() > deadline:
-                    raise FleetError(f"{name} died and Ray still holds its name after {HEALTH_TIMEOUT_S:g} s") from error
+                    raise FleetError(
+                        f"{name} died and Ray still holds its name after {HEALTH_TIMEOUT_S:g} s"
+                    ) from error
                 time.sleep(0.2)
 
     def _is_alive(self, name: str) -> bool:
         try:
             ray.get(self._actors[name].version.remote(), timeout=HEALTH_TIMEOUT_S)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        except (RayActorError, GetTimeoutError):
             return False
         return True
 
@@ -190,10 +209,11 @@ class FleetSyncClient:
         self._timeout_s = fleet._config.sync.timeout_s
         self._tensor_parallel = fleet._config.rollout.tensor_parallel
 
-    def begin(self) -> None:
-        """Restart what died, then take every replica out of service."""
-        self._fleet.ensure_healthy()
+    def begin(self) -> bool:
+        """Restart what died or was left half updated, then take every replica out of service; True where one is new."""
+        restarted = self._fleet.ensure_ready_for_weights()
         self._all("begin_update")
+        return bool(restarted)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """The handshake; replicas take the ranks behind the trainer's in the transport's group, one after another."""
@@ -224,19 +244,10 @@ class FleetSyncClient:
     def _wait(self, calls: list[Any], what: str) -> None:
         try:
             ray.get(calls, timeout=self._timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
+        except GetTimeoutError as error:
             raise WeightSyncError(f"{what} took longer than sync.timeout_s={self._timeout_s:g}") from error
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise WeightSyncError(f"{what} failed on a replica: {_last_line(error)}") from error
-
-
-def sync_backend(config: ExperimentConfig, *, on_cpu: bool) -> str:
-    """The transport of weights that sync.backend asks for on this device."""
-    if config.sync.backend != "auto":
-        return config.sync.backend
-    if on_cpu:
-        return BACKEND
-    return "ipc" if config.cluster.colocate else "nccl"
 
 
 def _last_line(error: Exception) -> str:

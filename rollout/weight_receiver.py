@@ -57,7 +57,8 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
         """Load one bucket. vLLM may keep views until a layer is complete, and with them the bucket's pages."""
         buffer = _map(update_info.path)
         entries = [BucketEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in update_info.entries]
-        self.model.load_weights((entry.name, _view(buffer, entry)) for entry in entries)
+        model: Any = self.model
+        model.load_weights((entry.name, _view(buffer, entry)) for entry in entries)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -72,7 +73,8 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
 def _map(path: str) -> mmap.mmap:
     file = os.open(path, os.O_RDONLY)
     try:
-        return mmap.mmap(file, 0, prot=mmap.PROT_READ)
+        # Private and writable only because torch warns about tensors over read-only memory; nothing writes.
+        return mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(file)
 

@@ -48,7 +48,7 @@ class Block:
 
     @property
     def is_experiment(self) -> bool:
-        return self.language == "yaml" and LEADING_COMMENTS.sub("", self.text).startswith("run:")
+        return self.language == "yaml" and LEADING_COMMENTS.sub("", self.text).startswith(("run:", "base:"))
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line}"
@@ -73,6 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         if block.file_name:
             assert not (folder / block.file_name).exists(), f"{block}: there is another {block.file_name}"
             (folder / block.file_name).write_text(block.text, encoding="utf-8")
+    (folder / "yaml_configs").symlink_to(REPOSITORY / "yaml_configs")
     build(folder / "model")
     before = Path.cwd()
     os.chdir(folder)

