@@ -161,7 +161,20 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         _print_config(config)
         return 0
+    print(_summary(config), flush=True)
     return _run_ranks(arguments, config, "megatron_agent.train")
+
+
+def _summary(config: ExperimentConfig) -> str:
+    """What starts now: the first line a user sees, because imports and engines take the best part of a minute."""
+    from megatron_agent.config_layout import runs_on_gpus, trainer_layout
+
+    rollout, ranks = config.rollout, trainer_layout(config).world_size
+    fleet = f"replay of {rollout.replay}" if rollout.replay else f"{rollout.replicas} vLLM replica(s)"
+    return (
+        f"{config.run.name}: {config.run.steps} steps, {ranks} trainer rank(s), {fleet}, "
+        f"on {'GPUs' if runs_on_gpus(config) else 'CPU'}; files in {Path(config.run.dir) / config.run.name}"
+    )
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ class RunConfig(Section):
     dir: str = "runs"
     """Folder that holds all runs."""
     seed: int = 0
-    """Seeds model initialisation (from scratch), data order and sampling."""
+    """Seeds data order and sampling. A model from scratch has a seed of its own, in model.builder.args."""
     steps: PositiveInt = 100
     """Training steps; one step is rollout, update, weight sync."""
     resume: Literal["auto", "never", "must"] = "auto"
