@@ -7,6 +7,7 @@ On CPU a bucket is a file in shared memory, which every replica of this host rea
 vLLM's own trainer engines (`nccl`, `ipc`) take the same source. One transport, one class.
 """
 
+import logging
 import mmap
 import os
 import socket
@@ -23,6 +24,8 @@ from megatron_agent.errors import WeightSyncError
 from megatron_agent.weight_buckets import BACKEND, SHARED_MEMORY_DIR, BucketEntry, aligned, checksum
 from parallel.distribute import broadcast_object
 from parallel.weight_source import MegatronWeightSource, as_vllm_source
+
+logger = logging.getLogger(__name__)
 
 
 class SyncClient(Protocol):
@@ -209,6 +212,8 @@ class WeightSender:
         started = time.monotonic()
         num_bytes, error = self._try(version)
         if broadcast_object(error is not None):
+            if error:
+                logger.warning("weight sync of version %d failed and is tried again: %s", version, error)
             num_bytes, error = self._try(version)
             if broadcast_object(error is not None):
                 raise error or WeightSyncError("the weight sync failed twice; rank 0 says why")

@@ -211,7 +211,10 @@ class FleetSyncClient:
 
     def begin(self) -> bool:
         """Restart what died or was left half updated, then take every replica out of service; True where one is new."""
-        restarted = self._fleet.ensure_ready_for_weights()
+        try:
+            restarted = self._fleet.ensure_ready_for_weights()
+        except RayError as error:
+            raise WeightSyncError(f"a replica died while the fleet was looked after: {_last_line(error)}") from error
         self._all("begin_update")
         return bool(restarted)
 
