@@ -8,9 +8,11 @@ import argparse
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +55,8 @@ def connect(
     if address != "auto":
         _await_port(address, deadline, timeout_s)
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        with _kept_signal_handler():
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError) as error:
         raise FleetError(
             f"cluster.ray_address {address}: cannot join: {error}; run `ray start --address={address}` on this machine"
@@ -78,7 +81,7 @@ def _start_local(num_cpus: int, gpu_ids: Sequence[int]) -> None:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _local_temp_dir = _make_temp_dir()
-    with _visible_gpus(gpu_ids):
+    with _visible_gpus(gpu_ids), _kept_signal_handler():
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -112,6 +115,17 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+@contextmanager
+def _kept_signal_handler() -> Iterator[None]:
+    """Ray puts a handler of its own on SIGTERM, which prints a stack and ends the process without unwinding it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

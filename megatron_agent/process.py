@@ -1,5 +1,6 @@
 """What every rank's process does around its job: read the configuration, report errors once, leave nothing behind."""
 
+import errno
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_loading import load_config
-from megatron_agent.errors import MegatronAgentError
+from megatron_agent.errors import CheckpointError, MegatronAgentError
 
 INTERRUPTED = 130
 PEER_GRACE_S = 15.0
@@ -30,6 +31,17 @@ def run_rank(config_path: str, overrides: list[str], job: Callable[[ExperimentCo
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            traceback.print_exc()
+            return _let_first_failure_speak()
+        print(
+            f"error (rank {os.environ.get('RANK', '0')}): the disk is full ({error.filename or 'unknown file'}); free "
+            "some space and start again, the run goes on from its newest checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        return CheckpointError.exit_code
     except Exception:
         traceback.print_exc()
         return _let_first_failure_speak()
