@@ -3,12 +3,9 @@
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
+from recording import record_episodes
 from runs import kill_tree, metrics, run, start, write_config
-
-from rollout.recorder import TrajectoryRecorder
-from trajectory.steps import ContextChange, Step, StopReason, Trajectory, TrajectoryGroup
 
 STEPS = 5
 UPDATE_METRICS = ("loss", "policy_loss", "grad_norm", "entropy", "ratio_mean", "clip_frac", "return_mean")
@@ -18,10 +15,7 @@ UPDATE_METRICS = ("loss", "policy_loss", "grad_norm", "entropy", "ratio_mean", "
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Recorded episodes of all steps, and the run that nobody disturbs."""
     folder = tmp_path_factory.mktemp("resume")
-    recorder = TrajectoryRecorder(folder)
-    generator = np.random.default_rng(0)
-    for step in range(1, STEPS + 1):
-        recorder.write([_group(generator, f"train-{step}-{place}") for place in range(3)], step=step, phase="train")
+    record_episodes(folder, steps=STEPS)
     run("train", _config(folder, "undisturbed"))
     return folder
 
@@ -38,35 +32,6 @@ def _config(folder: Path, name: str) -> Path:
         algorithm={"minibatches": 2, "kl": {"coef": 0.01}},
         optimizer={"lr": 1e-3, "schedule": "cosine", "warmup_updates": 2},
         checkpoint={"every": 1},
-    )
-
-
-def _group(generator: np.random.Generator, group_id: str) -> TrajectoryGroup:
-    members = [_trajectory(generator, group_id, f"{group_id}-{index}") for index in range(4)]
-    return TrajectoryGroup(group_id=group_id, trajectories=tuple(members))
-
-
-def _trajectory(generator: np.random.Generator, group_id: str, trajectory_id: str) -> Trajectory:
-    ids = generator.integers(3, 250, size=20).astype(np.int32)
-    steps = []
-    for prompt_length, is_last in ((8, False), (15, True)):
-        steps.append(
-            Step(
-                prompt_ids=ids[:prompt_length],
-                response_ids=ids[prompt_length : prompt_length + 4],
-                rollout_logprobs=-generator.random(4).astype(np.float32),
-                response_mask=np.ones(4, dtype=bool),
-                policy_version=0,
-                terminated=is_last,
-                stop_reason=StopReason.TERMINATED if is_last else StopReason.NONE,
-                context_change=ContextChange.CLEAN if steps else ContextChange.FIRST,
-            )
-        )
-    return Trajectory(
-        trajectory_id=trajectory_id,
-        group_id=group_id,
-        steps=tuple(steps),
-        outcome_reward=float(generator.integers(0, 3)),
     )
 
 

@@ -1,0 +1,45 @@
+"""Made-up episodes in the form that a run records, for runs that replay them instead of starting a fleet."""
+
+from pathlib import Path
+
+import numpy as np
+
+from rollout.recorder import TrajectoryRecorder
+from trajectory.steps import ContextChange, Step, StopReason, Trajectory, TrajectoryGroup
+
+
+def record_episodes(folder: Path, *, steps: int) -> None:
+    """`folder`/trajectories.jsonl: 3 groups of 4 two-step episodes for each training step."""
+    recorder = TrajectoryRecorder(folder)
+    generator = np.random.default_rng(0)
+    for step in range(1, steps + 1):
+        recorder.write([_group(generator, f"train-{step}-{place}") for place in range(3)], step=step, phase="train")
+
+
+def _group(generator: np.random.Generator, group_id: str) -> TrajectoryGroup:
+    members = [_trajectory(generator, group_id, f"{group_id}-{index}") for index in range(4)]
+    return TrajectoryGroup(group_id=group_id, trajectories=tuple(members))
+
+
+def _trajectory(generator: np.random.Generator, group_id: str, trajectory_id: str) -> Trajectory:
+    ids = generator.integers(3, 250, size=20).astype(np.int32)
+    steps = []
+    for prompt_length, is_last in ((8, False), (15, True)):
+        steps.append(
+            Step(
+                prompt_ids=ids[:prompt_length],
+                response_ids=ids[prompt_length : prompt_length + 4],
+                rollout_logprobs=-generator.random(4).astype(np.float32),
+                response_mask=np.ones(4, dtype=bool),
+                policy_version=0,
+                terminated=is_last,
+                stop_reason=StopReason.TERMINATED if is_last else StopReason.NONE,
+                context_change=ContextChange.CLEAN if steps else ContextChange.FIRST,
+            )
+        )
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        group_id=group_id,
+        steps=tuple(steps),
+        outcome_reward=float(generator.integers(0, 3)),
+    )
