@@ -1,11 +1,12 @@
 """What rank 0 alone owns: the rows, the fleet and its episodes, and everything that is written about a run."""
 
+import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from launch import ray_cluster
 from megatron_agent.batching import TrainingBatch
@@ -23,7 +24,7 @@ from megatron_agent.rollout_metrics import rollout_metrics
 from parallel import checkpoint
 from rollout.episodes import RolloutManager, RolloutResult
 from rollout.fleet import Fleet
-from rollout.recorder import TrajectoryRecorder
+from rollout.recorder import FILE_NAME, TrajectoryRecorder
 from rollout.replay import RecordedEpisodes
 
 
@@ -164,13 +165,32 @@ def _start_fleet(config: ExperimentConfig, stack: ExitStack) -> Fleet:
     return fleet
 
 
+def _lock(folder: Path) -> IO[str]:
+    """Claim the run's folder until the file is closed, as it is when this process ends, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(
+            f"{folder} is being written by another process; wait for it, end it, or choose another run.name"
+        ) from error
+    return file
+
+
 @contextmanager
-def open_rollout_side(config: ExperimentConfig) -> Iterator[RolloutSide]:
-    """Load the rows, join or start Ray, start fleet and runners; end all of it afterwards."""
+def open_rollout_side(config: ExperimentConfig, *, for_training: bool = True) -> Iterator[RolloutSide]:
+    """Load the rows, join or start Ray, start fleet and runners; end all of it afterwards.
+
+    What is not `for_training` may run beside a training run: its episodes go to a file of their own.
+    """
     rows = _load_rows(config, config.data.train, config.data.train_args)
     eval_rows = _load_rows(config, config.data.eval, config.data.eval_args) if config.data.eval else []
     folder = run_folder(config)
     with ExitStack() as stack:
+        if for_training:
+            stack.enter_context(_lock(folder))
         display = TrainingDisplay(config.run.steps)
         stack.callback(display.close)
         logger = MetricsLogger(folder, config.logging, run_name=config.run.name)
@@ -189,6 +209,6 @@ def open_rollout_side(config: ExperimentConfig) -> Iterator[RolloutSide]:
             rows=RowIterator(rows, seed=config.run.seed, shuffle=config.data.shuffle),
             eval_rows=eval_rows,
             logger=logger,
-            recorder=TrajectoryRecorder(folder),
+            recorder=TrajectoryRecorder(folder, FILE_NAME if for_training else "evaluations.jsonl"),
             display=display,
         )

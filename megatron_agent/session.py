@@ -165,7 +165,9 @@ def open_session(config: ExperimentConfig, *, for_training: bool = True, with_fl
         if is_rank_0:
             ensure_model_folder(config.model)
         torch.distributed.barrier(group=process_groups.cpu_group())
-        rollout = stack.enter_context(open_rollout_side(config)) if is_rank_0 and with_fleet else None
+        rollout = None
+        if is_rank_0 and with_fleet:
+            rollout = stack.enter_context(open_rollout_side(config, for_training=for_training))
         model_chunks = build_model(config.model.path, config=config, for_training=for_training)
         load_hf_weights(model_chunks, config.model.path)
         source = MegatronWeightSource(

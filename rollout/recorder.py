@@ -17,9 +17,9 @@ FILE_NAME = "trajectories.jsonl"
 class TrajectoryRecorder:
     """Appends episodes to a file; each line also says the training step and the phase it was played in."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, file_name: str = FILE_NAME) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.path = run_dir / FILE_NAME
+        self.path = run_dir / file_name
 
     def write(self, groups: Sequence[TrajectoryGroup], *, step: int, phase: str) -> None:
         """Append all episodes of `groups`."""

@@ -1,0 +1,42 @@
+"""What rank 0 checks before a fleet starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.errors import ConfigError, DataError
+from megatron_agent.rollout_side import _load_rows, _lock
+
+
+def test_a_run_folder_has_one_writer(tmp_path: Path) -> None:
+    with _lock(tmp_path / "run"), pytest.raises(ConfigError, match="being written by another process"):
+        _lock(tmp_path / "run")
+    _lock(tmp_path / "run").close()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "2+2?", "reward_model": {"style": "rules", "ground_truth": "4"}}, "did you mean 'rule'"),
+        ({"prompt": "2+2?", "agent_name": "single_stepp"}, "did you mean 'single_step'"),
+    ],
+)
+def test_rows_that_name_what_does_not_exist(tmp_path: Path, row: dict, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    config = ExperimentConfig.model_validate(
+        {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"train": str(path)}}
+    )
+    with pytest.raises(DataError, match=said):
+        _load_rows(config, str(path), {})
+
+
+def test_the_configured_reward_makes_styles_meaningless(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "2+2?", "reward_model": {"style": "model", "ground_truth": "4"}}) + "\n")
+    config = ExperimentConfig.model_validate(
+        {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"train": str(path)}, "agent": {"reward": "exact"}}
+    )
+    assert len(_load_rows(config, str(path), {})) == 1
