@@ -11,7 +11,7 @@ from trajectory.advantages.registry import compute_advantages
 from trajectory.filters import filter_groups
 from trajectory.packing import PackedMicrobatch, plan_microbatches
 from trajectory.samples import Sample, merge_steps
-from trajectory.steps import TrajectoryGroup
+from trajectory.steps import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class TrainingBatch:
 
     minibatches: list[Minibatch]
     """Empty where every trajectory was dropped or no advantage differs from 0."""
+    untrained: Minibatch | None = None
+    """Where nothing is trained: one row per data-parallel rank of what was sampled, to compare trainer and fleet on."""
     metrics: dict[str, float]
     """Counts of drops, tokens and padding, and the advantages' spread."""
 
@@ -88,4 +90,25 @@ def build_batch(
         "packed_rows": float(num_rows),
         "padding_frac": num_padding / max(1, num_packed),
     }
-    return TrainingBatch(minibatches=minibatches, metrics=metrics)
+    untrained = None
+    if not minibatches:
+        rows = _one_row_each(trajectories, config.packing.tokens_per_row, data_parallel_size, pad_multiple)
+        untrained = Minibatch(per_data_rank=rows, denominator=1.0)
+    return TrainingBatch(minibatches=minibatches, untrained=untrained, metrics=metrics)
+
+
+def _one_row_each(
+    trajectories: Sequence[Trajectory], tokens_per_row: int, data_parallel_size: int, pad_multiple: int
+) -> list[list[PackedMicrobatch]]:
+    """The first samples, as many as fill a row on every data-parallel rank, without any advantage."""
+    samples: list[Sample] = []
+    num_tokens = 0
+    for index, trajectory in enumerate(trajectories):
+        own = merge_steps(trajectory, trajectory_index=index, step_advantages=np.zeros(len(trajectory.steps)))
+        samples += own
+        num_tokens += sum(sample.num_tokens for sample in own)
+        if num_tokens >= tokens_per_row * data_parallel_size:
+            break
+    return plan_microbatches(
+        samples, tokens_per_row=tokens_per_row, data_parallel_size=data_parallel_size, pad_multiple=pad_multiple
+    )

@@ -1,6 +1,7 @@
 """What rank 0 alone owns: the rows, the fleet and its episodes, and everything that is written about a run."""
 
 import fcntl
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -81,7 +82,13 @@ class RolloutSide:
         seconds: Mapping[str, float],
     ) -> dict[str, float]:
         """The record of one training step: the mean over its updates beside what rollout, packing and sync report."""
-        metrics = rollout_metrics(result.groups, step=step) | batch.metrics | dict(sync) | dict(seconds)
+        metrics = (
+            {"logprob_gap_mean": math.nan}
+            | rollout_metrics(result.groups, step=step)
+            | batch.metrics
+            | dict(sync)
+            | dict(seconds)
+        )
         for name in sorted({name for update in updates for name in update}):
             values = [update[name] for update in updates if name in update]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)

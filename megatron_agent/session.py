@@ -143,6 +143,11 @@ class Session:
         assert self.policy is not None
         return self.policy.update(microbatches, denominator=denominator, on_policy=on_policy)
 
+    def compare(self, microbatches: list[PackedMicrobatch]) -> dict[str, float]:
+        """The log-prob gap on rows that are not trained; see PolicyTrainer.compare."""
+        assert self.policy is not None
+        return self.policy.compare(microbatches)
+
 
 def share_minibatch(minibatch: Minibatch | None) -> tuple[list[PackedMicrobatch], float]:
     """This data rank's microbatches and the denominator of the whole. Collective; rank 0 passes the minibatch."""

@@ -67,7 +67,7 @@ def train_step(session: Session, step: int) -> dict[str, float]:
         result = session.run_episodes(step=step, phase="train")
     with clock("credit"):
         batch = build_batch(result.groups, session.config, **session.layout) if result else None
-        minibatches = share(batch)
+        minibatches, untrained = share(batch)
     # Before the first update the policy is the one that acted, so its log-probs are the old ones.
     on_policy = algorithm.epochs * len(minibatches) == 1
     with clock("logprobs"):
@@ -78,17 +78,23 @@ def train_step(session: Session, step: int) -> dict[str, float]:
             for _ in range(algorithm.epochs)
             for rows, denominator in minibatches
         ]
+        comparison = session.compare(untrained) if untrained else {}
     with clock("sync"):
         sync = session.sync_weights(version=step)
     if session.rollout is None or result is None or batch is None:
         return {}
-    return session.rollout.step_metrics(step, result, batch, updates, sync, clock.seconds)
+    return session.rollout.step_metrics(step, result, batch, updates, sync, clock.seconds) | comparison
 
 
-def share(batch: TrainingBatch | None) -> list[tuple[list[PackedMicrobatch], float]]:
-    """Each minibatch's microbatches of this data rank, and its denominator. Rank 0 passes the batch."""
-    count = broadcast_object(len(batch.minibatches) if batch else None)
-    return [share_minibatch(batch.minibatches[index] if batch else None) for index in range(count)]
+def share(batch: TrainingBatch | None) -> tuple[list[tuple[list[PackedMicrobatch], float]], list[PackedMicrobatch]]:
+    """What this data rank trains: each minibatch's microbatches and its denominator; and what it only compares.
+
+    Collective; rank 0 passes the batch.
+    """
+    count, compares = broadcast_object((len(batch.minibatches), batch.untrained is not None) if batch else None)
+    minibatches = [share_minibatch(batch.minibatches[index] if batch else None) for index in range(count)]
+    untrained, _ = share_minibatch(batch.untrained if batch else None) if compares else ([], 0.0)
+    return minibatches, untrained
 
 
 def is_due(every: int, step: int) -> bool:

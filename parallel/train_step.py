@@ -69,6 +69,17 @@ class PolicyTrainer:
         """
         return self._update(microbatches, functools.partial(self._rl_loss, on_policy=on_policy), denominator)
 
+    def compare(self, microbatches: list[PackedMicrobatch]) -> dict[str, float]:
+        """The gap between trainer and fleet on rows that are not trained: `logprob_gap_mean`, `_max` and `_k3`."""
+        terms = []
+        for microbatch, logprobs in zip(microbatches, self.compute_logprobs(microbatches), strict=True):
+            mask = microbatch.loss_mask
+            gap_terms = _gap_terms(mask, logprobs, select(mask, microbatch.rollout_logprobs))
+            terms.append(MetricTerms(gap_terms.sums | {"num_tokens": mask.sum()}, gap_terms.maxima))
+        metrics = _reduce_metrics(terms, denominator=1.0)
+        del metrics["num_tokens"]
+        return metrics
+
     def sft_update(self, microbatches: list[PackedMicrobatch], *, denominator: float) -> dict[str, float]:
         """Like `update`, on the negative log-likelihood of the trained tokens (temperature 1)."""
         return self._update(microbatches, self._sft_loss, denominator)
@@ -109,9 +120,8 @@ class PolicyTrainer:
         loss, terms = rl_objective(inputs, self._algorithm)
         rollout = select(inputs.mask, microbatch.rollout_logprobs.to(current.device))
         trainer = current if self._algorithm.old_logprobs == "rollout" else inputs.old_logprobs
-        gap = (trainer - rollout).abs()
-        sums = {"logprob_gap_mean": gap.sum(), "logprob_gap_k3": select(inputs.mask, k3(rollout, trainer)).sum()}
-        return loss, MetricTerms(terms.sums | sums, terms.maxima | {"logprob_gap_max": gap.max()})
+        gap = _gap_terms(inputs.mask, trainer, rollout)
+        return loss, MetricTerms(terms.sums | gap.sums, terms.maxima | gap.maxima)
 
     def _sft_loss(self, microbatch: PackedMicrobatch, logits: torch.Tensor) -> tuple[torch.Tensor, MetricTerms]:
         logprobs, entropy = microbatch_logprobs(microbatch, logits, vocab_size=self._vocab_size, temperature=1.0)
@@ -168,6 +178,13 @@ def _loss_inputs(
         entropy=select(mask, entropy),
         reference_logprobs=None if reference is None else select(mask, reference.to(device)),
     )
+
+
+def _gap_terms(mask: torch.Tensor, trainer: torch.Tensor, rollout: torch.Tensor) -> MetricTerms:
+    """How far the trainer's log-probs are from the engine's; both are 0 where masked."""
+    gap = (trainer - rollout).abs()
+    sums = {"logprob_gap_mean": gap.sum(), "logprob_gap_k3": select(mask, k3(rollout, trainer)).sum()}
+    return MetricTerms(sums, {"logprob_gap_max": gap.max()})
 
 
 def _reduce_metrics(collected: list[MetricTerms], denominator: float) -> dict[str, float]:

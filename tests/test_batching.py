@@ -85,7 +85,12 @@ def test_equal_rewards_are_packed_where_other_terms_want_them(option):
 
 
 def test_nothing_to_learn_is_no_update():
-    assert build([one_step_group(1, 1), one_step_group(0, 0)]).minibatches == []
+    batch = build([one_step_group(1, 1), one_step_group(0, 0)])
+    assert batch.minibatches == []
+    assert batch.untrained is not None, "trainer and fleet are compared all the same"
+    (row,) = batch.untrained.per_data_rank[0]
+    assert row.loss_mask.any()
+    assert not row.advantages.any()
     failed = make_trajectory(make_step([1], [2]), status=TrajectoryStatus.ENV_FAILED)
     batch = build([make_group(failed, failed)])
     assert batch.minibatches == []

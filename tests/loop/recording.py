@@ -8,20 +8,24 @@ from rollout.recorder import TrajectoryRecorder
 from trajectory.steps import ContextChange, Step, StopReason, Trajectory, TrajectoryGroup
 
 
-def record_episodes(folder: Path, *, steps: int) -> None:
+def record_episodes(folder: Path, *, steps: int, outcomes: tuple[float, ...] = (0.0, 1.0, 2.0)) -> None:
     """`folder`/trajectories.jsonl: 3 groups of 4 two-step episodes for each training step."""
     recorder = TrajectoryRecorder(folder)
     generator = np.random.default_rng(0)
     for step in range(1, steps + 1):
-        recorder.write([_group(generator, f"train-{step}-{place}") for place in range(3)], step=step, phase="train")
+        recorder.write(
+            [_group(generator, f"train-{step}-{place}", outcomes) for place in range(3)], step=step, phase="train"
+        )
 
 
-def _group(generator: np.random.Generator, group_id: str) -> TrajectoryGroup:
-    members = [_trajectory(generator, group_id, f"{group_id}-{index}") for index in range(4)]
+def _group(generator: np.random.Generator, group_id: str, outcomes: tuple[float, ...]) -> TrajectoryGroup:
+    members = [_trajectory(generator, group_id, f"{group_id}-{index}", outcomes) for index in range(4)]
     return TrajectoryGroup(group_id=group_id, trajectories=tuple(members))
 
 
-def _trajectory(generator: np.random.Generator, group_id: str, trajectory_id: str) -> Trajectory:
+def _trajectory(
+    generator: np.random.Generator, group_id: str, trajectory_id: str, outcomes: tuple[float, ...]
+) -> Trajectory:
     ids = generator.integers(3, 250, size=20).astype(np.int32)
     steps = []
     for prompt_length, is_last in ((8, False), (15, True)):
@@ -41,5 +45,5 @@ def _trajectory(generator: np.random.Generator, group_id: str, trajectory_id: st
         trajectory_id=trajectory_id,
         group_id=group_id,
         steps=tuple(steps),
-        outcome_reward=float(generator.integers(0, 3)),
+        outcome_reward=float(generator.choice(outcomes)),
     )
