@@ -48,7 +48,10 @@ def run_ranks(config: ExperimentConfig, module: str, arguments: Sequence[str]) -
             f"cluster.master_port {port} is taken by another process; choose another, or 0 for a free one"
         )
     logs = Path(config.run.dir) / config.run.name / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir {config.run.dir}: cannot write {logs}: {error.strerror}; choose another") from error
     command = _torchrun_command(layout.ranks_per_node, port, logs, module, arguments)
     environment = local_environment(config, layout.ranks_per_node)
     adopt_orphans()

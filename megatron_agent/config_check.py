@@ -156,6 +156,8 @@ def check_replay(config: ExperimentConfig) -> Iterator[str]:
         return
     if not Path(replay).is_file():
         yield f"rollout.replay {replay}: no such file; name the trajectories.jsonl of a run"
+    if Path(replay).resolve().parent == (Path(config.run.dir) / config.run.name).resolve():
+        yield f"rollout.replay {replay} lies in the folder that this run writes; choose another run.name"
     if config.data.eval is not None:
         yield "rollout.replay starts no fleet, so data.eval cannot be played; set data.eval=null"
 

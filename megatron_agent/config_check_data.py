@@ -49,11 +49,16 @@ def _check_source(option: str, source: str, arguments: Mapping[str, Any], *, has
         for index, (where, record) in enumerate(records):
             if not has_messages:
                 parse_row(record, index=index, where=where)
-            elif not isinstance(record.get("messages"), list) or not record["messages"]:
+            elif not _has_messages(record):
                 yield f"{option}: {where}: `messages` must be a list of chat messages"
                 return
     except DataError as error:
         yield f"{option}: {error}"
+
+
+def _has_messages(record: Any) -> bool:
+    messages = record.get("messages") if isinstance(record, Mapping) else None
+    return isinstance(messages, list) and len(messages) > 0
 
 
 def is_function(source: str) -> bool:

@@ -74,10 +74,10 @@ def sync_backend(config: ExperimentConfig) -> str:
 def fleet_gpus(config: ExperimentConfig) -> list[int]:
     """Indices of the GPUs on a trainer node that the fleet may use; empty on CPU or with nodes of its own.
 
-    Colocated fleets share all of the node's GPUs, others get those behind the trainer's ranks.
+    Colocated fleets share those of the trainer's ranks, which hand their weights over there; others get the rest.
     """
     cluster = config.cluster
     if cluster.gpus_per_node == 0 or cluster.rollout_nodes > 0:
         return []
-    first = 0 if cluster.colocate else trainer_layout(config).ranks_per_node
-    return list(range(first, cluster.gpus_per_node))
+    ranks = trainer_layout(config).ranks_per_node
+    return list(range(ranks)) if cluster.colocate else list(range(ranks, cluster.gpus_per_node))

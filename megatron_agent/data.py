@@ -84,12 +84,17 @@ def load_records(source: str, arguments: Mapping[str, Any]) -> Iterator[tuple[st
     if not path.is_file():
         raise DataError(f"{path}: no such file; data.train and data.eval name a JSONL or parquet file")
     if path.suffix == ".parquet":
+        import pyarrow
         import pyarrow.parquet
 
-        for index, record in enumerate(pyarrow.parquet.read_table(path).to_pylist()):
+        try:
+            table = pyarrow.parquet.read_table(path)
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            raise DataError(f"{path}: cannot be read as parquet: {error}") from error
+        for index, record in enumerate(table.to_pylist()):
             yield f"{path} row {index}", _without_padding(record)
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:

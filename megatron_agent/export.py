@@ -10,6 +10,7 @@ from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import CheckpointError
 from megatron_agent.process import run_rank
 from megatron_agent.session import checkpoint_folder, open_session
+from parallel.hf_export import check_export_target
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,6 +32,7 @@ def export(config: ExperimentConfig, *, checkpoint: Path | None = None, out: Pat
     Raises CheckpointError where there is no checkpoint, or the folder cannot be written.
     """
     out = out or Path(config.run.dir) / config.run.name / "hf"
+    check_export_target(out)  # before minutes of loading
     with open_session(config, for_training=False, with_fleet=False) as session:
         step = session.load_policy(checkpoint)
         if step == 0:

@@ -69,7 +69,10 @@ class MetricsLogger:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """All records of a run."""
     path = run_dir / FILE_NAME
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # a killed run leaves half a line
 
 
 def cut_jsonl(path: Path, step: int) -> None:

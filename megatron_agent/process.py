@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_check import check_config
 from megatron_agent.config_loading import load_config
 from megatron_agent.errors import CheckpointError, MegatronAgentError
 
@@ -25,7 +26,9 @@ def run_rank(config_path: str, overrides: list[str], job: Callable[[ExperimentCo
     """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        job(load_config(config_path, overrides))
+        config = load_config(config_path, overrides)
+        check_config(config, overrides)  # once more: torchrun by hand comes here without the command line's checks
+        job(config)
     except MegatronAgentError as error:
         print(f"error (rank {os.environ.get('RANK', '0')}): {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -44,8 +44,8 @@ def render_head(name: str, records: Records) -> str:
     tiles = [
         ("return", _change(records, "return_mean", format_value)),
         ("success", _change(records, "success_rate", _percent)),
-        ("held-out return", _change(records, "eval_return_mean", format_value)),
-        ("held-out success", _change(records, "eval_success_rate", _percent)),
+        ("evaluation return", _change(records, "eval_return_mean", format_value)),
+        ("evaluation success", _change(records, "eval_success_rate", _percent)),
         ("training steps", str(trained[-1]["step"]) if trained else "0"),
         ("wall time", format_duration(wall_seconds(records))),
     ]
@@ -118,21 +118,21 @@ def _charts(records: Records) -> list[Chart]:
         Chart(
             title="Return per episode",
             unit="mean return",
-            series=[curve("training", "return_mean", 1), curve("held-out", "eval_return_mean", 2)],
+            series=[curve("training", "return_mean", 1), curve("evaluation", "eval_return_mean", 2)],
         ),
         Chart(
             title="Success rate",
             unit="% of episodes",
             series=[
                 curve("training", "success_rate", 1, factor=100),
-                curve("held-out", "eval_success_rate", 2, factor=100),
+                curve("evaluation", "eval_success_rate", 2, factor=100),
             ],
             domain=(0, 100),
         ),
         Chart(
             title="Episode length",
             unit="steps per episode",
-            series=[curve("training", "steps_per_episode", 1), curve("held-out", "eval_steps_per_episode", 2)],
+            series=[curve("training", "steps_per_episode", 1), curve("evaluation", "eval_steps_per_episode", 2)],
             domain=(0, None),
         ),
         Chart(
@@ -140,7 +140,7 @@ def _charts(records: Records) -> list[Chart]:
             unit="tokens per step",
             series=[
                 curve("training", "response_tokens_per_step", 1),
-                curve("held-out", "eval_response_tokens_per_step", 2),
+                curve("evaluation", "eval_response_tokens_per_step", 2),
             ],
             domain=(0, None),
         ),

@@ -38,7 +38,7 @@ def render_label(played: PlayedRows, *, is_early: bool) -> str:
     if played.phase == "train":
         return f"{'First' if is_early else 'Latest'} training step ({played.step})"
     when = {"eval_before": "Before training", "eval_after": "After training"}.get(played.phase, "During training")
-    return f"{when} (held-out, step {played.step})"
+    return f"{when} (evaluation, step {played.step})"
 
 
 def render_episode(episode: Trajectory, label: str) -> str:

@@ -32,7 +32,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str
         "prompt_tokens": float(sum(len(step_.prompt_ids) for step_ in steps)),
         "env_failed_frac": 1.0 - len(scored) / len(trajectories),
         "equal_return_groups_frac": float(np.mean([_all_equal(group) for group in groups])),
-        "policy_lag_mean": float(np.mean([step - 1 - step_.policy_version for step_ in steps] or [0.0])),
+        "policy_lag_mean": max(0.0, float(np.mean([step - 1 - step_.policy_version for step_ in steps] or [0.0]))),
     }
     prompt_tokens = max(1.0, metrics["prompt_tokens"])
     metrics["prefix_cached_frac"] = sum(step_.info.get("num_cached_tokens", 0) for step_ in steps) / prompt_tokens

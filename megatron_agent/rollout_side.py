@@ -3,7 +3,7 @@
 import fcntl
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +65,17 @@ class RolloutSide:
             phase=phase,
         )
 
-    def run_episodes(self, *, step: int, phase: str) -> RolloutResult | None:
-        """Play what is queued and record it; None where restarted replicas want weights first, then call it again."""
-        result = self.episodes.run(lambda done, total: self.display.phase(f"{phase} {done}/{total} episodes"))
+    def run_episodes(self, *, step: int, phase: str, while_waiting: Callable[[], None]) -> RolloutResult | None:
+        """Play what is queued and record it; None where restarted replicas want weights first, then call it again.
+
+        `while_waiting` is called about once a second.
+        """
+
+        def progress(done: int, total: int) -> None:
+            self.display.phase(f"{phase} {done}/{total} episodes")
+            while_waiting()
+
+        result = self.episodes.run(progress)
         if result and self.config.logging.trajectories:
             self.recorder.write(result.groups, step=step, phase=phase)
         return result
@@ -111,7 +119,7 @@ class RolloutSide:
             self.display.step(metrics, step=step)
         if "eval_return_mean" in evaluated:
             self.display.message(
-                f"{step:6d}  held-out: return {evaluated['eval_return_mean']:.3f}, "
+                f"{step:6d}  evaluation: return {evaluated['eval_return_mean']:.3f}, "
                 f"success {evaluated['eval_success_rate']:.0%} of {evaluated['eval_episodes']:.0f} episodes"
             )
 

@@ -5,6 +5,7 @@ say otherwise: every rank calls them, in the same order.
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -117,8 +118,15 @@ class Session:
         A restarted replica gets the current weights before it serves: rank 0 asks the other ranks for them.
         """
         while True:
-            result = self.rollout.run_episodes(step=step, phase=phase) if self.rollout else None
-            if not broadcast_object(result is None):
+            result = None
+            if self.rollout:
+                beat = Heartbeat(self.config.parallel.timeout_s / 4)
+                result = self.rollout.run_episodes(step=step, phase=phase, while_waiting=beat)
+                state = broadcast_object("over" if result else "wants weights")
+            else:
+                while (state := broadcast_object(None)) == Heartbeat.STATE:
+                    pass
+            if state == "over":
                 return result
             self.sync_weights(version=self.version)
 
@@ -147,6 +155,21 @@ class Session:
         """The log-prob gap on rows that are not trained; see PolicyTrainer.compare."""
         assert self.policy is not None
         return self.policy.compare(microbatches)
+
+
+class Heartbeat:
+    """Tells the other ranks from time to time that rank 0 is still playing: their wait has a time-out."""
+
+    STATE = "playing"
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._last = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._last > self._every_s:
+            broadcast_object(self.STATE)
+            self._last = time.monotonic()
 
 
 def share_minibatch(minibatch: Minibatch | None) -> tuple[list[PackedMicrobatch], float]:

@@ -77,8 +77,10 @@ def _minibatch(session: Session, samples: Sequence[Sample] | None, update: int) 
 
 def _draw(total: int, count: int, seed: int, update: int) -> Iterator[int]:
     """`count` indices: passes over all demonstrations, each in an order of its own."""
+    order: list[int] = []
     for position in range(update * count, (update + 1) * count):
         number, place = divmod(position, total)
-        order = list(range(total))
-        random.Random(f"{seed}/{number}").shuffle(order)
+        if not order or place == 0:
+            order = list(range(total))
+            random.Random(f"{seed}/{number}").shuffle(order)
         yield order[place]

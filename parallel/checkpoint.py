@@ -103,8 +103,9 @@ def load_weights(checkpoint: str | Path, *, model_chunks: list[nn.Module]) -> in
 
 def _read_run_state(checkpoint: Path) -> dict[str, Any]:
     try:
-        return json.loads((checkpoint / _STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        state = json.loads((checkpoint / _STATE_FILE).read_text(encoding="utf-8"))
+        return {name: state[name] for name in ("step", "extra", "scheduler", "random")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint}: {_STATE_FILE} cannot be read ({error}); choose another checkpoint of the run"
         ) from error
@@ -113,7 +114,7 @@ def _read_run_state(checkpoint: Path) -> dict[str, Any]:
 def _read(checkpoint: Path, read: Callable[[], None]) -> None:
     try:
         read()
-    except (OSError, CheckpointException) as error:
+    except Exception as error:  # what a damaged file leads to is not in any interface
         raise CheckpointError(
             f"{checkpoint}: cannot be read: {_reason(error)}; choose another checkpoint of the run"
         ) from error

@@ -20,6 +20,17 @@ from parallel.weight_source import MegatronWeightSource, TensorMeta
 _MAX_FILE_BYTES = 1 << 30  # what rank 0 holds before it writes; also the size of one safetensors file
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 _INDEX = "model.safetensors.index.json"
+_MARKER = ".exported"
+"""A file in every export: only folders that have it, or are empty, are ever replaced."""
+
+
+def check_export_target(out_folder: str | Path) -> None:
+    """Raises CheckpointError where something other than an earlier export is at `out_folder`."""
+    out_folder = Path(out_folder)
+    if not out_folder.exists() or (out_folder / _MARKER).exists():
+        return
+    if not out_folder.is_dir() or any(out_folder.iterdir()):
+        raise CheckpointError(f"{out_folder} exists and is no earlier export; name a folder that does not exist yet")
 
 
 def export_hf(chunks: Sequence[torch.nn.Module], source_folder: str | Path, out_folder: str | Path) -> None:
@@ -27,7 +38,7 @@ def export_hf(chunks: Sequence[torch.nn.Module], source_folder: str | Path, out_
 
     Everything but the weights is copied from `source_folder`, the folder the model was built from. World rank 0
     writes under a temporary name beside `out_folder` and renames it at the end, replacing an earlier export.
-    Raises CheckpointError on every rank where rank 0 could not write.
+    Raises CheckpointError on every rank where rank 0 could not write, or where something else is at `out_folder`.
     """
     source = MegatronWeightSource(chunks, read_hf_config(source_folder))
     error = None
@@ -44,15 +55,18 @@ def export_hf(chunks: Sequence[torch.nn.Module], source_folder: str | Path, out_
 
 def _write_folder(source: MegatronWeightSource, source_folder: Path, out_folder: Path) -> str | None:
     """Rank 0's part; returns what went wrong, because the other ranks wait in collectives until the stream ends."""
+    out_folder = out_folder.resolve()
     partial = out_folder.with_name(f".{out_folder.name}.partial")
     stream = iter(source)
     try:
+        check_export_target(out_folder)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _copy_other_files(source_folder, partial, dtype=source.metadata()[0].dtype)
         _write_weights(stream, source.metadata(), partial)
+        (partial / _MARKER).touch()
         _replace_folder(partial, out_folder)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, CheckpointError) as error:
         for _ in stream:
             pass
         shutil.rmtree(partial, ignore_errors=True)

@@ -50,6 +50,8 @@ class SyncClient(Protocol):
 class SharedMemorySender:
     """The transport on CPU."""
 
+    can_retry = True
+
     def __init__(self, source: MegatronWeightSource, client: SyncClient | None, *, bucket_bytes: int, verify: bool):
         self._source = source
         self._client = client
@@ -117,7 +119,13 @@ class SharedMemorySender:
 
 
 class VllmSender:
-    """The transports on CUDA: vLLM's trainer engine of that name, made at the first sync."""
+    """The transports on CUDA: vLLM's trainer engine of that name, made at the first sync.
+
+    A failure ends the run, which goes on from its checkpoint: it may have left the other ranks inside a collective of
+    vLLM's, from where there is no way back to a common point.
+    """
+
+    can_retry = False
 
     def __init__(
         self,
@@ -160,7 +168,8 @@ class VllmSender:
 
         return NCCLTrainerInitInfo(
             rank=rank,
-            master_address=os.environ["MASTER_ADDR"],
+            # Not MASTER_ADDR, which is the loopback address in a run on one trainer node.
+            master_address=broadcast_object(_own_address() if rank == 0 else None),
             master_port=broadcast_object(_free_port() if rank == 0 else None),
             world_size=1 + self._num_workers,
             packed=True,
@@ -181,6 +190,13 @@ def _buckets(source: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator
         used += size
     if bucket:
         yield bucket
+
+
+def _own_address() -> str:
+    """This machine's address as the replicas' machines know it."""
+    import ray
+
+    return ray.util.get_node_ip_address()
 
 
 def _free_port() -> int:
@@ -206,8 +222,9 @@ class WeightSender:
     def send(self, version: int) -> dict[str, float]:
         """One sync; returns `sync_s` and `sync_bytes`. Collective over all trainer ranks.
 
-        A replica that dies or fails on the way is restarted, and the sync begins anew. Raises WeightSyncError where it
-        fails twice; the replicas then serve nothing.
+        A replica that died before is restarted first. On CPU one that dies or fails on the way is restarted as well,
+        and the sync begins anew. Raises WeightSyncError where that fails too, and on CUDA at once; the replicas then
+        serve nothing.
         """
         started = time.monotonic()
         num_bytes, error = self._try(version)
@@ -235,5 +252,7 @@ class WeightSender:
             if self._client:
                 self._client.commit(version)
         except WeightSyncError as failure:
+            if not self._transport.can_retry:
+                raise
             return 0, failure
         return num_bytes, None

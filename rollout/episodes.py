@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.data import Row
@@ -28,7 +28,7 @@ from megatron_agent.rewards import score
 from megatron_agent.tools.formats import get_tool_format
 from megatron_agent.worker_thread import WorkerThread
 from rollout.chat_renderer import TemplateRenderer
-from rollout.fleet import Fleet, FleetClient, ReplicaDiedError
+from rollout.fleet import Fleet, FleetClient, ReplicaDiedError, last_line
 from trajectory.steps import Step, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus
 
 POLL_S = 1.0
@@ -158,11 +158,13 @@ class RolloutManager:
             self._runners[number] = actor.remote(self._config, self._fleet.client())
         try:
             ray.get([runner.ready.remote() for runner in self._runners], timeout=options.start_timeout_s)
-        except (GetTimeoutError, RayActorError) as error:
+        except GetTimeoutError as error:
             raise FleetError(
-                f"the {options.runners} episode runners were not up after {options.start_timeout_s:g} s "
-                f"({type(error).__name__}); raise rollout.start_timeout_s or lower rollout.runners"
+                f"the {options.runners} episode runners were not up after {options.start_timeout_s:g} s; "
+                "raise rollout.start_timeout_s or lower rollout.runners"
             ) from error
+        except RayActorError as error:
+            raise FleetError(f"an episode runner could not start: {last_line(error)}") from error
 
     def start(
         self, rows: Sequence[Row], *, step: int, group_size: int, temperature: float, phase: str = "train"
@@ -209,6 +211,10 @@ class RolloutManager:
                 runner, request = in_flight.pop(reference)
                 try:
                     trajectory = ray.get(reference)
+                except RayTaskError as error:
+                    if isinstance(error.cause, MegatronAgentError):  # without the runner's traceback around it
+                        raise error.cause from None
+                    raise
                 except RayActorError:  # out of memory, say: what it played is played again by another one
                     dead_runners.add(runner)
                     trajectory = None

@@ -25,7 +25,7 @@ from megatron_agent.generation import Completion, SamplingParams
 from rollout.engine import NO_WEIGHTS, ReplicaEngine
 
 HEALTH_TIMEOUT_S = 30.0
-SHUTDOWN_TIMEOUT_S = 10.0
+SHUTDOWN_TIMEOUT_S = 5.0
 
 
 class ReplicaDiedError(RuntimeError):
@@ -49,16 +49,21 @@ class FleetClient:
     async def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Completion:
         """Raises ReplicaDiedError where the replica is gone, FleetError after rollout.generate_timeout_s."""
         name = self._replica_of.get(session_id) or self._assign(session_id)
+        reference = None
         try:
             reference = self._handle(name).generate.remote(prompt_ids, params)
             return await asyncio.wait_for(reference, self._timeout_s)
+        except asyncio.CancelledError:  # the episode ran out of time: the engine need not finish what nobody reads
+            if reference is not None:
+                ray.cancel(reference)
+            raise
         except RayActorError as error:
             self._handles.pop(name, None)
             raise ReplicaDiedError(f"{name} died: {error}") from error
         except RayTaskError as error:
             if isinstance(error, MegatronAgentError):
                 raise
-            raise FleetError(f"{name} failed: {_last_line(error)}; see its log in the run folder") from error
+            raise FleetError(f"{name} failed: {last_line(error)}; see its log in the run folder") from error
         except TimeoutError as error:
             raise FleetError(
                 f"{name} gave no completion within rollout.generate_timeout_s={self._timeout_s:g}; "
@@ -130,7 +135,7 @@ class Fleet:
                 f"the replicas were not up after rollout.start_timeout_s={timeout_s:g}; see {folder}/replica-*.log"
             ) from error
         except RayError as error:
-            raise FleetError(f"a replica could not start: {_last_line(error)}; see {folder}/replica-*.log") from error
+            raise FleetError(f"a replica could not start: {last_line(error)}; see {folder}/replica-*.log") from error
 
     def client(self) -> FleetClient:
         """A picklable client for runners."""
@@ -155,7 +160,8 @@ class Fleet:
 
     def ensure_healthy(self) -> list[str]:
         """Restart the replicas that died; returns their names. They serve after the next weight sync."""
-        return self._restart([name for name in self._names if not self._is_alive(name)])
+        alive = self._alive()
+        return self._restart([name for name in self._names if name not in alive])
 
     def ensure_ready_for_weights(self) -> list[str]:
         """Like `ensure_healthy`; replicas that were left in the middle of an update are restarted as well."""
@@ -184,12 +190,18 @@ class Fleet:
                     ) from error
                 time.sleep(0.2)
 
-    def _is_alive(self, name: str) -> bool:
-        try:
-            ray.get(self._actors[name].version.remote(), timeout=HEALTH_TIMEOUT_S)
-        except (RayActorError, GetTimeoutError):
-            return False
-        return True
+    def _alive(self) -> set[str]:
+        """The replicas that answer; all are asked at once."""
+        asked = {self._actors[name].version.remote(): name for name in self._names}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=HEALTH_TIMEOUT_S)
+        alive = set()
+        for reference in answered:
+            try:
+                ray.get(reference)
+            except RayActorError:
+                continue
+            alive.add(asked[reference])
+        return alive
 
     def shutdown(self) -> None:
         """End all replicas and their processes."""
@@ -214,7 +226,7 @@ class FleetSyncClient:
         try:
             restarted = self._fleet.ensure_ready_for_weights()
         except RayError as error:
-            raise WeightSyncError(f"a replica died while the fleet was looked after: {_last_line(error)}") from error
+            raise WeightSyncError(f"a replica died while the fleet was looked after: {last_line(error)}") from error
         self._all("begin_update")
         return bool(restarted)
 
@@ -250,9 +262,10 @@ class FleetSyncClient:
         except GetTimeoutError as error:
             raise WeightSyncError(f"{what} took longer than sync.timeout_s={self._timeout_s:g}") from error
         except RayError as error:
-            raise WeightSyncError(f"{what} failed on a replica: {_last_line(error)}") from error
+            raise WeightSyncError(f"{what} failed on a replica: {last_line(error)}") from error
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
+    """What a Ray error is about: its text ends with the original exception."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

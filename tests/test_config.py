@@ -319,7 +319,7 @@ def test_sizes_that_do_not_fit(experiment, overrides, expected):
         ([], 1, 1, 1, []),
         (["parallel.tensor=2", "parallel.pipeline=3", "parallel.data=2"], 1, 12, 2, []),
         (["parallel.tensor=2", "cluster.gpus_per_node=8"], 1, 2, 1, [2, 3, 4, 5, 6, 7]),
-        (["parallel.tensor=2", "cluster.gpus_per_node=4", "cluster.colocate=true"], 1, 2, 1, [0, 1, 2, 3]),
+        (["parallel.tensor=2", "cluster.gpus_per_node=4", "cluster.colocate=true"], 1, 2, 1, [0, 1]),
         (["parallel.tensor=4", "cluster.gpus_per_node=8", "cluster.trainer_nodes=2"], 2, 8, 4, []),
         (["parallel.data=4", "cluster.gpus_per_node=8", "cluster.trainer_nodes=2"], 2, 2, 4, [2, 3, 4, 5, 6, 7]),
         (["cluster.gpus_per_node=8", "cluster.rollout_nodes=1"], 1, 1, 1, []),

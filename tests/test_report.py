@@ -208,7 +208,7 @@ def test_the_same_row_before_and_after_training(tmp_path: Path) -> None:
     page = page_of(tmp_path, num_episodes=1)
     assert "early five" in page
     assert "late five" in page
-    assert page.index("Before training (held-out, step 0)") < page.index("After training (held-out, step 3)")
+    assert page.index("Before training (evaluation, step 0)") < page.index("After training (evaluation, step 3)")
     for other in ("early four", "in training", "half-way five"):
         assert other not in page
 

@@ -43,7 +43,7 @@ class AgentEnvLoop(AgentFlowBase):
             completion = await context.complete(prompt, max_tokens=min(agent.max_response_tokens, room))
             text = renderer.decode(completion.token_ids)
             cut_off = completion.finish_reason == "length"
-            outcome: EnvStep = await context.call(env.step, Action(text=text, is_cut_off=cut_off))
+            outcome = checked(await context.call(env.step, Action(text=text, is_cut_off=cut_off)))
             reason = stop_reason(
                 outcome,
                 is_cut_off=cut_off,
@@ -101,6 +101,17 @@ def stop_reason(outcome: EnvStep, *, is_cut_off: bool, no_room: bool, is_last: b
     if outcome.truncated:
         return StopReason.RESPONSE_LENGTH if is_cut_off else StopReason.ENV_TRUNCATED
     return StopReason.MAX_STEPS if is_last else StopReason.NONE
+
+
+def checked(outcome: Any) -> EnvStep:
+    """What `env.step` returned; raises ValueError where it is no EnvStep, or a number in it is none."""
+    if not isinstance(outcome, EnvStep):
+        raise ValueError(f"step() returned {type(outcome).__name__}, not an EnvStep")
+    numbers = {"reward": outcome.reward} | {f"reward_parts[{name!r}]": v for name, v in outcome.reward_parts.items()}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float | np.number | np.bool_) or not np.isfinite(value):
+            raise ValueError(f"step() returned {name} {value!r}, which is not a finite number")
+    return outcome
 
 
 def with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:

@@ -49,7 +49,13 @@ def ensure_model_folder(model: ModelConfig) -> Path:
     try:
         build(staging, **model.builder.args)
         os.chmod(staging, 0o755)
-        staging.rename(folder)
+        try:
+            staging.rename(folder)
+        except OSError as error:  # not empty: another run built it meanwhile, or it holds something else
+            if not (folder / "config.json").exists():
+                raise ModelFolderError(
+                    f"model.path {folder} exists, and holds no model; name another folder, or remove it"
+                ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder

@@ -11,6 +11,9 @@ from model_launch import launch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_agent.errors import CheckpointError
+from parallel.hf_export import check_export_target
+
 LAYOUTS = {
     "one_rank": {},
     "tp2_pp2": {"tensor": 2, "pipeline": 2},
@@ -84,6 +87,7 @@ def runs(tmp_path_factory):
     full = {"kind": "full_disk", "name": "full_disk", "model": str(folder / "qwen3_fp32")}
     jobs[4].append(full | {"parallel": LAYOUTS["tp2_pp2"], "target": str(folder / "target")})
     shutil.copytree(folder / "qwen2_fp32", folder / "again")
+    (folder / "again" / ".exported").touch()  # an earlier export, which may be replaced
     for kind in BROKEN:
         shutil.copytree(folder / "qwen3_fp32", folder / kind)
         break_folder(folder / kind, kind)
@@ -114,7 +118,7 @@ def test_load_then_export_is_bit_exact(runs, name, dtype, layout):
     source, out = runs / f"{name}_{dtype}", runs / f"out-{name}-{dtype}-{layout}"
     assert_equal_bits(weights(out), weights(source))
     assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
-    assert sorted(file.name for file in out.iterdir()) == sorted(file.name for file in source.iterdir())
+    assert {file.name for file in out.iterdir()} == {file.name for file in source.iterdir()} | {".exported"}
 
 
 @pytest.mark.parametrize(("name", "dtype", "layout"), EXPORTS)
@@ -176,3 +180,12 @@ def test_broken_folder_is_refused_by_name(runs, kind):
 def test_impossible_split_names_both_numbers(runs, kind):
     message = (runs / f"refusal_{kind}.txt").read_text()
     assert re.search(SPLITS[kind][1], message), message
+
+
+def test_an_export_replaces_nothing_but_an_export(tmp_path):
+    check_export_target(tmp_path / "new")
+    check_export_target(tmp_path)  # empty
+    (tmp_path / "thesis.tex").touch()
+    for target in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(CheckpointError, match="no earlier export"):
+            check_export_target(target)
