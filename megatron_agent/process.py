@@ -27,7 +27,7 @@ def run_rank(config_path: str, overrides: list[str], job: Callable[[ExperimentCo
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         config = load_config(config_path, overrides)
-        check_config(config, overrides)  # once more: torchrun by hand comes here without the command line's checks
+        check_config(config)  # torchrun by hand comes here without the checks of the command line
         job(config)
     except MegatronAgentError as error:
         print(f"error (rank {os.environ.get('RANK', '0')}): {error}", file=sys.stderr, flush=True)

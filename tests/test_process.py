@@ -22,7 +22,7 @@ def _handler_of_the_test_process():
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(process, "check_config", lambda config, overrides: None)  # there is no model m
+    monkeypatch.setattr(process, "check_config", lambda config: None)  # there is no model m
     path = tmp_path / "experiment.yaml"
     path.write_text(CONFIG)
     return str(path)
