@@ -13,7 +13,7 @@ from types import FrameType
 from launch.environment import local_environment
 from launch.process_tree import adopt_orphans, descendants, end_descendants
 from megatron_agent.config import ExperimentConfig
-from megatron_agent.config_layout import trainer_layout
+from megatron_agent.config_layout import log_folder, trainer_layout
 from megatron_agent.errors import ConfigError
 
 GRACE_S = 25.0
@@ -47,7 +47,7 @@ def run_ranks(config: ExperimentConfig, module: str, arguments: Sequence[str]) -
         raise ConfigError(
             f"cluster.master_port {port} is taken by another process; choose another, or 0 for a free one"
         )
-    logs = Path(config.run.dir) / config.run.name / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    logs = log_folder(config) / time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from launch.environment import torchrun_environment
 from launch.local import output_options
 from megatron_agent.config import ExperimentConfig
-from megatron_agent.config_layout import fleet_gpus, trainer_layout
+from megatron_agent.config_layout import fleet_gpus, log_folder, trainer_layout
 from megatron_agent.errors import ConfigError
 
 TEMPLATE = Path(__file__).with_name("slurm") / "train.sbatch"
@@ -91,11 +91,6 @@ def submit(script: str, folder: Path) -> str:
     if result.returncode:
         raise ConfigError(f"sbatch refused {path}: {result.stderr.strip() or f'exit code {result.returncode}'}")
     return result.stdout.strip()
-
-
-def log_folder(config: ExperimentConfig) -> Path:
-    """Where a run's logs go."""
-    return Path(config.run.dir) / config.run.name / "logs"
 
 
 def _sbatch_value(value: object) -> str:

@@ -167,13 +167,13 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _summary(config: ExperimentConfig) -> str:
     """What starts now: the first line a user sees, because imports and engines take the best part of a minute."""
-    from megatron_agent.config_layout import runs_on_gpus, trainer_layout
+    from megatron_agent.config_layout import run_folder, runs_on_gpus, trainer_layout
 
     rollout, ranks = config.rollout, trainer_layout(config).world_size
     fleet = f"replay of {rollout.replay}" if rollout.replay else f"{rollout.replicas} vLLM replica(s)"
     return (
         f"{config.run.name}: {config.run.steps} steps, {ranks} trainer rank(s), {fleet}, "
-        f"on {'GPUs' if runs_on_gpus(config) else 'CPU'}; files in {Path(config.run.dir) / config.run.name}"
+        f"on {'GPUs' if runs_on_gpus(config) else 'CPU'}; files in {run_folder(config)}"
     )
 
 
@@ -239,7 +239,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _launch_slurm(arguments: argparse.Namespace) -> int:
-    from launch.slurm import log_folder, render_script, submit
+    from launch.slurm import render_script, submit
+    from megatron_agent.config_layout import log_folder
 
     sizes = {
         "cluster.trainer_nodes": arguments.nodes,

@@ -12,7 +12,7 @@ from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_check_data import check_eval_rows, check_sft_rows, check_train_rows
 from megatron_agent.config_check_model import check_builder, check_model_folder, check_model_sizes, folder_exists
 from megatron_agent.config_check_names import check_agent_names, check_algorithm_names, has_tool_env
-from megatron_agent.config_layout import fleet_gpus, runs_on_gpus, trainer_layout
+from megatron_agent.config_layout import fleet_gpus, run_folder, runs_on_gpus, trainer_layout
 from megatron_agent.config_loading import override_keys
 from megatron_agent.errors import ConfigError, list_problems
 
@@ -156,7 +156,7 @@ def check_replay(config: ExperimentConfig) -> Iterator[str]:
         return
     if not Path(replay).is_file():
         yield f"rollout.replay {replay}: no such file; name the trajectories.jsonl of a run"
-    if Path(replay).resolve().parent == (Path(config.run.dir) / config.run.name).resolve():
+    if Path(replay).resolve().parent == run_folder(config).resolve():
         yield f"rollout.replay {replay} lies in the folder that this run writes; choose another run.name"
     if config.data.eval is not None:
         yield "rollout.replay starts no fleet, so data.eval cannot be played; set data.eval=null"

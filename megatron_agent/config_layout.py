@@ -1,6 +1,7 @@
-"""Arithmetic on the configured sizes: how many trainer ranks run where, and which GPUs are left to the fleet."""
+"""What follows from the configuration: which ranks run where, which GPUs are the fleet's, where a run writes."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import ConfigError
@@ -55,6 +56,21 @@ def trainer_layout(config: ExperimentConfig) -> TrainerLayout:
             f"more than cluster.gpus_per_node {gpus}; use more trainer nodes or smaller parallel sizes"
         )
     return TrainerLayout(nodes=nodes, ranks_per_node=ranks_per_node, data=data)
+
+
+def run_folder(config: ExperimentConfig) -> Path:
+    """Where a run writes."""
+    return Path(config.run.dir) / config.run.name
+
+
+def checkpoint_folder(config: ExperimentConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run_folder(config) / "checkpoints"
+
+
+def log_folder(config: ExperimentConfig) -> Path:
+    """Where ranks, replicas and jobs write their logs."""
+    return run_folder(config) / "logs"
 
 
 def runs_on_gpus(config: ExperimentConfig) -> bool:

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_layout import checkpoint_folder, run_folder
 from megatron_agent.errors import CheckpointError
 from megatron_agent.process import run_rank
-from megatron_agent.session import checkpoint_folder, open_session
+from megatron_agent.session import open_session
 from parallel.hf_export import check_export_target
 
 
@@ -31,7 +32,7 @@ def export(config: ExperimentConfig, *, checkpoint: Path | None = None, out: Pat
 
     Raises CheckpointError where there is no checkpoint, or the folder cannot be written.
     """
-    out = out or Path(config.run.dir) / config.run.name / "hf"
+    out = out or run_folder(config) / "hf"
     check_export_target(out)  # before minutes of loading
     with open_session(config, for_training=False, with_fleet=False) as session:
         step = session.load_policy(checkpoint)

@@ -12,7 +12,7 @@ from typing import IO, Any
 from launch import ray_cluster
 from megatron_agent.batching import TrainingBatch
 from megatron_agent.config import ExperimentConfig
-from megatron_agent.config_layout import fleet_gpus
+from megatron_agent.config_layout import checkpoint_folder, fleet_gpus, run_folder
 from megatron_agent.console import TrainingDisplay
 from megatron_agent.data import Row, RowIterator, load_rows
 from megatron_agent.errors import ConfigError, DataError
@@ -145,11 +145,6 @@ class RolloutSide:
             self.display.message(f"report: {path}")
 
 
-def run_folder(config: ExperimentConfig) -> Path:
-    """Where a run writes."""
-    return Path(config.run.dir) / config.run.name
-
-
 def _load_rows(config: ExperimentConfig, source: str, arguments: Mapping[str, Any]) -> list[Row]:
     """The rows, whose flows and rewards exist: found here, before a fleet has started for them."""
     rows = load_rows(source, arguments)
@@ -173,7 +168,7 @@ def _start_fleet(config: ExperimentConfig, stack: ExitStack) -> Fleet:
         gpu_ids=fleet_gpus(config),
     )
     stack.callback(ray_cluster.disconnect)
-    resumed_from = checkpoint.latest(run_folder(config) / "checkpoints")
+    resumed_from = checkpoint.latest(checkpoint_folder(config))
     fleet = Fleet(config, start_name=resumed_from.name if resumed_from else "")
     stack.callback(fleet.shutdown)
     fleet.start()

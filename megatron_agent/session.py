@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_agent.batching import Minibatch
 from megatron_agent.config import ExperimentConfig
-from megatron_agent.config_layout import runs_on_gpus, sync_backend
+from megatron_agent.config_layout import checkpoint_folder, runs_on_gpus, sync_backend
 from megatron_agent.errors import CheckpointError
 from megatron_agent.model_folders.registry import ensure_model_folder
 from megatron_agent.rollout_side import RolloutSide, open_rollout_side
@@ -176,11 +176,6 @@ def share_minibatch(minibatch: Minibatch | None) -> tuple[list[PackedMicrobatch]
     """This data rank's microbatches and the denominator of the whole. Collective; rank 0 passes the minibatch."""
     denominator = broadcast_object(minibatch.denominator if minibatch else None)
     return scatter_microbatches(minibatch.per_data_rank if minibatch else None), denominator
-
-
-def checkpoint_folder(config: ExperimentConfig) -> Path:
-    """Where a run keeps its checkpoints."""
-    return Path(config.run.dir) / config.run.name / "checkpoints"
 
 
 @contextmanager

@@ -7,10 +7,10 @@ What a rank holds is set up in session.py; what rank 0 alone does is in rollout_
 
 import argparse
 import sys
-from pathlib import Path
 
 from megatron_agent.batching import TrainingBatch, build_batch
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_layout import run_folder
 from megatron_agent.evaluate import evaluate
 from megatron_agent.metrics import PhaseClock
 from megatron_agent.process import run_rank
@@ -35,7 +35,7 @@ def train(config: ExperimentConfig) -> None:
             if step == config.run.steps or is_due(config.checkpoint.every, step):
                 session.save(step)
         if config.checkpoint.export_hf:
-            session.export(Path(config.run.dir) / config.run.name / "hf")
+            session.export(run_folder(config) / "hf")
         if session.rollout:
             session.rollout.write_report()
 

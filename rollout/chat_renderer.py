@@ -35,7 +35,7 @@ class TemplateRenderer:
         self._end_of_turn_id = self._tokenizer.eos_token_id
         if self._end_of_turn_id is None:
             raise ModelFolderError(f"{folder}: the tokenizer has no eos_token; set it to the end-of-turn token")
-        self._end_ids = _end_ids(Path(folder)) | {self._end_of_turn_id}
+        self._end_ids = end_of_turn_ids(Path(folder)) | {self._end_of_turn_id}
 
     @property
     def end_of_turn_id(self) -> int:
@@ -115,7 +115,7 @@ class TemplateRenderer:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _end_ids(folder: Path) -> set[int]:
+def end_of_turn_ids(folder: Path) -> set[int]:
     """All ids at which the engine stops, from generation_config.json or config.json: some models have several."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name

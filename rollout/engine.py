@@ -17,6 +17,7 @@ from ray.actor import exit_actor
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import FleetError
 from megatron_agent.generation import Completion, SamplingParams
+from rollout.chat_renderer import end_of_turn_ids
 
 NO_WEIGHTS = -1
 """The version of a replica that waits for weights."""
@@ -35,7 +36,7 @@ class ReplicaEngine:
         self._engine: Any = None
         self._next_request = 0
         self._is_updating = False
-        self._end_of_turn = _end_of_turn_ids(config.model.path)
+        self._end_of_turn = sorted(end_of_turn_ids(Path(config.model.path)))
         _log_to(Path(log_path))
         if on_cpu:
             _prepare_cpu(config)
@@ -158,17 +159,6 @@ class ReplicaEngine:
         if self._engine is not None:
             self._engine.shutdown()
         await asyncio.sleep(0)
-
-
-def _end_of_turn_ids(folder: str) -> list[int]:
-    """The ids that end a turn, from the model folder's generation_config.json or config.json."""
-    import json
-
-    for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
-        if path.exists() and (ids := json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) is not None:
-            return list(ids) if isinstance(ids, list) else [ids]
-    return []
 
 
 def _log_to(path: Path) -> None:

@@ -12,14 +12,13 @@ import time
 import uuid
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_agent.config import ExperimentConfig
-from megatron_agent.config_layout import runs_on_gpus, sync_backend
+from megatron_agent.config_layout import log_folder, runs_on_gpus, sync_backend
 from megatron_agent.errors import FleetError, MegatronAgentError, WeightSyncError
 from megatron_agent.generation import Completion, SamplingParams
 from rollout.engine import NO_WEIGHTS, ReplicaEngine
@@ -114,7 +113,7 @@ class Fleet:
 
     def _start_one(self, name: str) -> Any:
         index = self._names.index(name)
-        log_path = Path(self._config.run.dir) / self._config.run.name / "logs" / f"replica-{index}.log"
+        log_path = log_folder(self._config) / f"replica-{index}.log"
         self._num_starts += 1
         seed = zlib.crc32(f"{self._config.run.seed}/{self._start_name}/{self._num_starts}".encode())
         gpus = 0 if self._on_cpu else self._config.rollout.tensor_parallel
@@ -127,7 +126,7 @@ class Fleet:
 
     def _await_started(self, names: Sequence[str]) -> None:
         timeout_s = self._config.rollout.start_timeout_s
-        folder = Path(self._config.run.dir) / self._config.run.name / "logs"
+        folder = log_folder(self._config)
         try:
             ray.get([self._actors[name].start.remote() for name in names], timeout=timeout_s)
         except GetTimeoutError as error:
