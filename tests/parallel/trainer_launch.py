@@ -1,15 +1,14 @@
 """Starts groups of trainer ranks that run lists of jobs, and reads what the jobs left behind."""
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed import TCPStore
 
 WORKER = Path(__file__).with_name("trainer_worker.py")
 
@@ -37,12 +36,18 @@ class Result:
 
 def launch(groups: list[Group], folder: Path, *, timeout_s: float = 120) -> dict[str, list[int]]:
     """Run the groups in turn; returns the exit codes of each one's ranks. No rank outlives the call."""
-    described = [vars(group) | {"ports": free_ports(len(group.jobs)), "timeout_s": timeout_s} for group in groups]
+    # Each job's rendezvous is open here already: a port that was only picked could be taken by then.
+    stores = [[TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in g.jobs] for g in groups]
+    described = [
+        vars(group) | {"ports": [store.port for store in own], "timeout_s": timeout_s}
+        for group, own in zip(groups, stores, strict=True)
+    ]
     (folder / "groups.json").write_text(json.dumps(described))
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with open(folder / "worker.log", "w") as log:
         subprocess.run(
             [sys.executable, str(WORKER), str(folder)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | rendezvous | {"OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
             timeout=timeout_s * (len(groups) + 1),
@@ -51,14 +56,6 @@ def launch(groups: list[Group], folder: Path, *, timeout_s: float = 120) -> dict
     exit_codes = folder / "exit_codes.json"
     assert exit_codes.exists(), log_tail(folder)
     return dict(zip([group.name for group in groups], json.loads(exit_codes.read_text()), strict=True))
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for opened in sockets:
-            opened.bind(("127.0.0.1", 0))
-        return [opened.getsockname()[1] for opened in sockets]
 
 
 def log_tail(folder: Path) -> str:

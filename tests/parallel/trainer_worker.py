@@ -165,7 +165,6 @@ def run_rank(rank: int, group: dict, folder: Path) -> None:
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group["world_size"])}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
     for job, port in zip(group["jobs"], group["ports"], strict=True):
         os.environ["MASTER_PORT"] = str(port)
         run_job(job, folder)
