@@ -5,23 +5,18 @@ Unknown keys are errors. Downstream code trusts a validated ExperimentConfig and
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A group of options; frozen, and strict about unknown keys and types: `true` is no number, `"3"` neither."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False
-    )
-
+from megatron_agent.config_algorithm import AlgorithmConfig
+from megatron_agent.config_types import (
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 class RunConfig(Section):
     name: str
@@ -144,49 +139,6 @@ class RolloutConfig(Section):
     """The run stops when more than this share of a step's episodes failed in environment code."""
 
 
-class AdvantageConfig(Section):
-    name: str = "grpo"
-    """Estimator: see trajectory/advantages."""
-    std: bool = True
-    """Divide by the group's standard deviation; false gives Dr. GRPO."""
-    eps: PositiveFloat = 1e-6
-    """Added to the standard deviation."""
-
-
-class LossConfig(Section):
-    name: str = "ppo_clip"
-    """Policy loss: see parallel/losses."""
-    clip_low: PositiveFloat = 0.2
-    """Lower clip: ratio >= 1 - clip_low."""
-    clip_high: PositiveFloat = 0.2
-    """Upper clip: ratio <= 1 + clip_high."""
-    dual_clip: PositiveFloat | None = None
-    """Bound on the loss for negative advantages (usually 3); absent means none."""
-    denominator: Literal["token", "trajectory"] = "token"
-    """`token`: mean over trained tokens; `trajectory`: mean over trajectories of their token means."""
-
-
-class KlConfig(Section):
-    coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference model in the loss; 0 loads no reference model."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimators of Schulman 2020 (k3 is unbiased and non-negative)."""
-
-
-class AlgorithmConfig(Section):
-    advantage: AdvantageConfig = AdvantageConfig()
-    loss: LossConfig = LossConfig()
-    kl: KlConfig = KlConfig()
-    entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus."""
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """Denominator of the ratio: the trainer's own pass before the update, or the engine's log-probs."""
-    minibatches: PositiveInt = 1
-    """Optimizer updates per rollout batch and epoch; whole trajectories are split among them."""
-    epochs: PositiveInt = 1
-    """Passes over a rollout batch."""
-
-
 class PackingConfig(Section):
     tokens_per_row: PositiveInt = 4096
     """Token budget of one packed row; a longer sample gets a row of its own."""
@@ -222,12 +174,15 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient-norm clip; 0 means none."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Decay after the warm-up over the planned number of updates."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Decay after the warm-up over the planned number of updates. `wsd` stays at the peak and then falls linearly
+    over the last `decay_frac` of them."""
     warmup_updates: NonNegativeInt = 0
     """Linear warm-up."""
     min_lr_frac: Fraction = 0.1
     """Where the decay ends, as a share of `lr`."""
+    decay_frac: Fraction = 0.2
+    """wsd: share of the updates over which the learning rate falls."""
 
 
 class SftConfig(Section):

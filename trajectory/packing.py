@@ -40,6 +40,16 @@ class PackedMicrobatch:
     """float32 [T]; the trainer's before the update; 0 where masked; None until computed."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [T]; the reference model's; 0 where masked; None until computed."""
+    value_mask: torch.Tensor | None = None
+    """bool [T]; True where a critic's value is asked for: the value at index t is that of the state before token t,
+    read at t - 1 like the token's log-prob. True at the trained tokens and at the marker that stands behind a
+    truncated trajectory's next observation; None without a critic."""
+    old_values: torch.Tensor | None = None
+    """float32 [T]; the critic's before its update; 0 where value_mask is False; None until computed."""
+    value_targets: torch.Tensor | None = None
+    """float32 [T]; what the critic is trained towards; None until computed."""
+    value_weights: torch.Tensor | None = None
+    """float32 [T]; factor of each value's loss term, 0 where the critic is not trained; None until computed."""
     num_padding: int = 0
     """Padding tokens at the row's end."""
 

@@ -10,21 +10,22 @@ The dual clip bounds the loss of a token with negative advantage whose ratio has
 
 import torch
 
-from megatron_agent.config import LossConfig
-from parallel.losses.base import MAX_LOG_RATIO, LossInputs, weighted_sum
+from parallel.losses.base import MAX_LOG_RATIO, LossInputs
 
 
-def ppo_clip(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of clipped surrogate terms; metric sum `clip_frac` counts the tokens whose gradient a clip stopped."""
+def ppo_clip(
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Clipped surrogate terms [T]; metric sum `clip_frac` counts the tokens whose gradient a clip stopped."""
     log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     unclipped = -inputs.advantages * ratio
-    clipped = -inputs.advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    clipped = -inputs.advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     terms = torch.maximum(unclipped, clipped)
     stopped = clipped > unclipped
-    if config.dual_clip is not None:
-        bound = -inputs.advantages * config.dual_clip
+    if dual_clip is not None:
+        bound = -inputs.advantages * dual_clip
         negative = inputs.advantages < 0
         stopped = stopped | (negative & (terms > bound))
         terms = torch.where(negative, torch.minimum(terms, bound), terms)
-    return weighted_sum(inputs, terms), {"clip_frac": (stopped & inputs.mask).sum()}
+    return terms, {"clip_frac": (stopped & inputs.mask).sum()}

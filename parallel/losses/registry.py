@@ -1,17 +1,21 @@
 """The policy losses by the name used in `algorithm.loss.name`. A new one is one file and one line here."""
 
-from megatron_agent.errors import ConfigError, did_you_mean
+import functools
+
+from megatron_agent.config_algorithm import LossConfig
+from megatron_agent.registry import resolve
 from parallel.losses.base import PolicyLoss
-from parallel.losses.ppo_clip import ppo_clip
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo_clip": ppo_clip,
+POLICY_LOSSES: dict[str, str] = {
+    "ppo_clip": "parallel.losses.ppo_clip:ppo_clip",
 }
+"""name -> the PolicyLoss."""
 
 
-def get_policy_loss(name: str) -> PolicyLoss:
-    """The loss of that name. Raises ConfigError that names the nearest known one."""
-    if name not in POLICY_LOSSES:
-        hint = did_you_mean(name, POLICY_LOSSES)
-        raise ConfigError(f"algorithm.loss.name: there is no policy loss {name!r}; {hint}")
-    return POLICY_LOSSES[name]
+def policy_loss(config: LossConfig) -> PolicyLoss:
+    """The loss of that name, a registered one or `package.module:function`, with the options that are set.
+
+    Raises ConfigError that names the nearest known one.
+    """
+    function = resolve("policy loss", config.name, POLICY_LOSSES)
+    return functools.partial(function, **config.options())
