@@ -9,27 +9,19 @@ pipeline ranks give the same gradient.
 """
 
 import functools
-import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_agent.config import ExperimentConfig
-from megatron_agent.errors import TrainingError
-from parallel import process_groups
-from parallel.forward import compute_logprobs, microbatch_logprobs, run_schedule
+from parallel.forward import compute_logprobs, microbatch_logprobs
 from parallel.losses.base import LossInputs, MetricTerms, select
 from parallel.losses.kl import k3
 from parallel.losses.objective import rl_objective, sft_objective
 from parallel.model import read_hf_config
 from parallel.optimizer import LrScheduler
+from parallel.updates import Objective, accumulate_gradients, add_gradients_only, apply_gradients, total_terms
 from trajectory.packing import PackedMicrobatch
-
-Objective = Callable[[PackedMicrobatch, torch.Tensor], tuple[torch.Tensor, MetricTerms]]
-"""(microbatch, logits [T, V]) -> (loss sum with gradient, metric terms)."""
 
 
 class PolicyTrainer:
@@ -47,7 +39,7 @@ class PolicyTrainer:
         self._optimizer = optimizer
         self._scheduler = scheduler
         for chunk in model_chunks:
-            _add_gradients_only(chunk)
+            add_gradients_only(chunk)
 
     def compute_logprobs(self, microbatches: list[PackedMicrobatch]) -> list[torch.Tensor]:
         """Log-probs of the trained tokens under the current weights at the rollout temperature.
@@ -87,18 +79,14 @@ class PolicyTrainer:
     def _update(
         self, microbatches: list[PackedMicrobatch], objective: Objective, denominator: float
     ) -> dict[str, float]:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
-        self._optimizer.zero_grad()
-
-        def last_stage(microbatch: PackedMicrobatch, logits: torch.Tensor):
-            loss_sum, terms = objective(microbatch, logits)
-            return loss_sum / denominator, torch.zeros((), dtype=torch.int, device=logits.device), terms
-
-        collected = run_schedule(self._chunks, microbatches, last_stage, forward_only=False)
+        collected = accumulate_gradients(
+            self._chunks, self._optimizer, microbatches, objective, denominator=denominator
+        )
         metrics = _reduce_metrics(collected, denominator)
         metrics["lr"] = self._scheduler.lr
-        metrics["grad_norm"] = self._step()
+        metrics["grad_norm"] = apply_gradients(
+            self._optimizer, self._scheduler, clip_grad=self._clip_grad, lr_field="optimizer.lr"
+        )
         return metrics
 
     def _rl_loss(
@@ -127,40 +115,6 @@ class PolicyTrainer:
         logprobs, entropy = microbatch_logprobs(microbatch, logits, vocab_size=self._vocab_size, temperature=1.0)
         return sft_objective(_loss_inputs(microbatch, logprobs, entropy, logprobs.detach()))
 
-    def _step(self) -> float:
-        """Clip and apply the gradients; returns their norm before clipping."""
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
-        self._optimizer.prepare_grads()
-        grad_norm = self._optimizer.get_grad_norm()
-        if not math.isfinite(grad_norm):
-            raise TrainingError(
-                f"the gradient of update {self._scheduler.num_updates} has norm {grad_norm}; the weights were not "
-                "changed. Lower optimizer.lr, or look for extreme advantages or rewards in this batch"
-            )
-        for part in self._optimizer.chained_optimizers:
-            parameters = part.get_parameters()
-            if self._clip_grad > 0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, self._clip_grad, grad_norm)
-        self._optimizer.step_with_ready_grads()
-        self._scheduler.step()
-        return float(grad_norm)
-
-
-def _add_gradients_only(chunk: nn.Module) -> None:
-    """Make schedule and DDP add gradients over microbatches and data ranks, without any division."""
-    from megatron.core.distributed import finalize_model_grads
-
-    config: Any = chunk.config
-    # Without this, both the schedule and DDP divide; the triple that the loss returns relies on it too.
-    assert config.calculate_per_token_loss, "build the model with calculate_per_token_loss=True"
-
-    def finalize(chunks: list[nn.Module], _num_tokens: torch.Tensor | None, **options) -> None:
-        finalize_model_grads(chunks, None, **options)  # a number of tokens would divide once more
-
-    config.finalize_model_grads_func = finalize
-    config.no_sync_func = chunk.no_sync
-
 
 def _loss_inputs(
     microbatch: PackedMicrobatch, logprobs: torch.Tensor, entropy: torch.Tensor, old_logprobs: torch.Tensor
@@ -188,26 +142,9 @@ def _gap_terms(mask: torch.Tensor, trainer: torch.Tensor, rollout: torch.Tensor)
 
 
 def _reduce_metrics(collected: list[MetricTerms], denominator: float) -> dict[str, float]:
-    """Metrics of the whole batch from what each last stage collected; every rank gets them. Collective.
-
-    Tensor ranks hold equal values, so only the first of them counts.
-    """
-    counts = process_groups.is_last_stage() and process_groups.tensor_rank() == 0
-    mine = [(_to_floats(terms.sums), _to_floats(terms.maxima)) for terms in collected] if counts else []
-    gathered: list[list] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine, group=process_groups.cpu_group())
-    everyone = [terms for rank_terms in gathered for terms in rank_terms]
-    sums = {name: math.fsum(sums[name] for sums, _ in everyone) for name in everyone[0][0]}
-    maxima = {name: max(maxima[name] for _, maxima in everyone) for name in everyone[0][1]}
+    """Metrics of the whole batch from what each last stage collected; every rank gets them. Collective."""
+    sums, maxima = total_terms(collected)
     num_tokens = sums.pop("num_tokens")
     weighted = {name: sums.pop(name) / denominator for name in ("loss", "policy_loss") if name in sums}
     means = {name: value / max(1.0, num_tokens) for name, value in sums.items()}
     return weighted | means | maxima | {"num_tokens": num_tokens}
-
-
-def _to_floats(terms: dict[str, torch.Tensor]) -> dict[str, float]:
-    """One device-to-host copy for all of them."""
-    if not terms:
-        return {}
-    values = torch.stack([value.to(torch.float64) for value in terms.values()]).tolist()
-    return dict(zip(terms, values, strict=True))
