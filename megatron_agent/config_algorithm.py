@@ -4,6 +4,7 @@ An option of an estimator or a loss that is absent has that estimator's or loss'
 take is an error of `check`.
 """
 
+import math
 from typing import Any, Literal
 
 from megatron_agent.config_types import (
@@ -25,6 +26,9 @@ ADVANTAGE_OPTIONS = (
 """Fields of AdvantageConfig that are keyword arguments of the estimators that take them."""
 LOSS_OPTIONS = ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative")
 """Fields of LossConfig that are keyword arguments of the losses that take them."""
+
+MASK_BANDS = {"token_band": (0.5, 5.0), "geometric_band": (0.999, 1.001), "outlier": (1e-4, math.inf)}
+"""Mask of CorrectionConfig -> the published bounds: IcePop's, and those of verl's rejection and veto."""
 
 
 class AdvantageConfig(Section):
@@ -144,12 +148,17 @@ class CorrectionConfig(Section):
     mask: Literal["none", "token_band", "geometric_band", "outlier"] = "none"
     """Leave tokens out of the loss: `token_band` (IcePop) those with old / rollout outside [low, high];
     `geometric_band` sequences whose geometric mean is outside; `outlier` sequences with a token below `low`."""
-    low: PositiveFloat = 0.5
-    """Lower bound of the mask's band."""
-    high: PositiveFloat = 2.0
-    """Upper bound of the mask's band."""
+    low: PositiveFloat | None = None
+    """Lower bound of the mask's band; absent: the mask's own (token_band 0.5, geometric_band 0.999, outlier 1e-4)."""
+    high: PositiveFloat | None = None
+    """Upper bound of the mask's band; absent: the mask's own (token_band 5, geometric_band 1.001)."""
     reject_k3: PositiveFloat | None = None
     """Leave out sequences whose mean k3 between old and rollout log-probs is above this; absent means none."""
+
+    def band(self) -> tuple[float, float]:
+        """(low, high) of the mask: those that are set, and the published ones where they are not."""
+        low, high = MASK_BANDS.get(self.mask, (1.0, 1.0))
+        return self.low or low, self.high or high
 
 
 class CriticConfig(Section):

@@ -17,6 +17,7 @@ from megatron_agent.config import ExperimentConfig
 from parallel.forward import compute_logprobs, microbatch_logprobs
 from parallel.losses.base import LossInputs, MetricTerms, select
 from parallel.losses.kl import k3
+from parallel.losses.metrics import batch_metrics
 from parallel.losses.objective import rl_objective, sft_objective
 from parallel.model import read_hf_config
 from parallel.optimizer import LrScheduler
@@ -106,9 +107,8 @@ class PolicyTrainer:
                 raise ValueError("a microbatch has no old_logprobs; compute them before the first of several updates")
         inputs = _loss_inputs(microbatch, logprobs, entropy, old)
         loss, terms = rl_objective(inputs, self._algorithm)
-        rollout = select(inputs.mask, microbatch.rollout_logprobs.to(current.device))
         trainer = current if self._algorithm.old_logprobs == "rollout" else inputs.old_logprobs
-        gap = _gap_terms(inputs.mask, trainer, rollout)
+        gap = _gap_terms(inputs.mask, trainer, inputs.rollout_logprobs)
         return loss, MetricTerms(terms.sums | gap.sums, terms.maxima | gap.maxima)
 
     def _sft_loss(self, microbatch: PackedMicrobatch, logits: torch.Tensor) -> tuple[torch.Tensor, MetricTerms]:
@@ -119,24 +119,37 @@ class PolicyTrainer:
 def _loss_inputs(
     microbatch: PackedMicrobatch, logprobs: torch.Tensor, entropy: torch.Tensor, old_logprobs: torch.Tensor
 ) -> LossInputs:
-    """The loss's view of a microbatch, on the logits' device and with 0 wherever a token is not trained."""
+    """The loss's view of a microbatch, on the logits' device."""
     device = logprobs.device
-    mask = microbatch.loss_mask.to(device)
     reference = microbatch.reference_logprobs
+    num_sequences = len(microbatch.cu_seqlens) - 1
+    sequence_ids = torch.repeat_interleave(torch.arange(num_sequences), microbatch.cu_seqlens.diff())
     return LossInputs(
-        mask=mask,
-        weights=select(mask, microbatch.loss_weights.to(device)),
-        advantages=select(mask, microbatch.advantages.to(device)),
-        logprobs=select(mask, logprobs),
-        old_logprobs=select(mask, old_logprobs.to(device)),
-        entropy=select(mask, entropy),
-        reference_logprobs=None if reference is None else select(mask, reference.to(device)),
+        mask=microbatch.loss_mask.to(device),
+        weights=microbatch.loss_weights.to(device),
+        advantages=microbatch.advantages.to(device),
+        logprobs=logprobs,
+        old_logprobs=old_logprobs.to(device),
+        rollout_logprobs=microbatch.rollout_logprobs.to(device),
+        entropy=entropy,
+        sequence_ids=sequence_ids.to(device),
+        step_ids=_step_ids(microbatch).to(device),
+        reference_logprobs=None if reference is None else reference.to(device),
     )
 
 
+def _step_ids(microbatch: PackedMicrobatch) -> torch.Tensor:
+    """int64 [T]: number of each trained token's step in the row; a step's trained tokens follow one another."""
+    mask = microbatch.loss_mask
+    trajectory, step = microbatch.trajectory_index[mask], microbatch.step_index[mask]
+    begins = torch.zeros(len(step), dtype=torch.int64)
+    begins[1:] = (trajectory[1:] != trajectory[:-1]) | (step[1:] != step[:-1])
+    return torch.zeros(len(mask), dtype=torch.int64).masked_scatter(mask, begins.cumsum(0))
+
+
 def _gap_terms(mask: torch.Tensor, trainer: torch.Tensor, rollout: torch.Tensor) -> MetricTerms:
-    """How far the trainer's log-probs are from the engine's; both are 0 where masked."""
-    gap = (trainer - rollout).abs()
+    """How far the trainer's log-probs are from the engine's."""
+    gap = select(mask, trainer - rollout).abs()
     sums = {"logprob_gap_mean": gap.sum(), "logprob_gap_k3": select(mask, k3(rollout, trainer)).sum()}
     return MetricTerms(sums, {"logprob_gap_max": gap.max()})
 
@@ -144,7 +157,4 @@ def _gap_terms(mask: torch.Tensor, trainer: torch.Tensor, rollout: torch.Tensor)
 def _reduce_metrics(collected: list[MetricTerms], denominator: float) -> dict[str, float]:
     """Metrics of the whole batch from what each last stage collected; every rank gets them. Collective."""
     sums, maxima = total_terms(collected)
-    num_tokens = sums.pop("num_tokens")
-    weighted = {name: sums.pop(name) / denominator for name in ("loss", "policy_loss") if name in sums}
-    means = {name: value / max(1.0, num_tokens) for name, value in sums.items()}
-    return weighted | means | maxima | {"num_tokens": num_tokens}
+    return batch_metrics(sums, denominator) | maxima

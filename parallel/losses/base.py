@@ -5,7 +5,7 @@ and the caller divides by a denominator that is the same for the whole batch. So
 batch was split.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,12 +16,15 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One microbatch's per-token values, all float32 [T] on one device, finite and 0 where masked."""
+    """One microbatch's per-token values, all float32 [T] on one device.
+
+    The objectives put 0 where masked (`zero_masked`) before a loss sees anything, so no loss meets a NaN there.
+    """
 
     mask: torch.Tensor
     """bool [T]; True where the token is trained."""
     weights: torch.Tensor
-    """Factor of each token's term; 0 where masked."""
+    """Factor of each token's term."""
     advantages: torch.Tensor
     logprobs: torch.Tensor
     """Of the policy that is trained; carries the gradient."""
@@ -31,13 +34,19 @@ class LossInputs:
     """The engine's; no gradient."""
     entropy: torch.Tensor
     sequence_ids: torch.Tensor
-    """int64 [T]; number of the token sequence (packed segment) in the microbatch, 0..S-1; no sequence is split over
+    """int64 [T]; number of the token sequence (packed segment) in the microbatch, below T; no sequence is split over
     microbatches."""
     step_ids: torch.Tensor
-    """int64 [T]; number of the step in the microbatch, 0..; all trained tokens of a step, and nothing else, share one.
-    What masked tokens have here means nothing."""
+    """int64 [T]; number of the step in the microbatch, below T; all trained tokens of a step, and nothing else, share
+    one. What masked tokens have here means nothing."""
     reference_logprobs: torch.Tensor | None = None
     """Of the frozen reference model; None without a KL term."""
+
+
+PER_TOKEN_VALUES = (
+    "weights", "advantages", "logprobs", "old_logprobs", "rollout_logprobs", "entropy", "reference_logprobs",
+)  # fmt: skip
+"""Fields of LossInputs that `zero_masked` puts 0 into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,7 @@ class MetricTerms:
     """What one microbatch contributes to the batch's metrics; scalars, adding up exactly over any split."""
 
     sums: dict[str, torch.Tensor]
-    """`loss` and `policy_loss` are weighted like the loss and want the batch's denominator; the others are plain
-    sums over trained tokens and want the number of tokens."""
+    """What each of them is divided by in the end, `metrics.batch_metrics` says."""
     maxima: dict[str, torch.Tensor]
     """Largest value over trained tokens; 0 where there is none."""
 
@@ -67,13 +75,35 @@ def weighted_sum(inputs: LossInputs, terms: torch.Tensor) -> torch.Tensor:
     return (inputs.weights * select(inputs.mask, terms)).sum()
 
 
-def mean_over(ids: torch.Tensor, inputs: LossInputs, values: torch.Tensor) -> torch.Tensor:
-    """[T]: at each trained token the mean of `values` over the trained tokens with the same id; 0 where masked.
+def zero_masked(inputs: LossInputs) -> LossInputs:
+    """The same with 0 at every masked position. A NaN there is gone before any arithmetic: in the backward pass even
+    a factor of 0 would spread it."""
+    values = {name: getattr(inputs, name) for name in PER_TOKEN_VALUES}
+    return replace(inputs, **{name: select(inputs.mask, value) for name, value in values.items() if value is not None})
 
-    `ids` are `inputs.sequence_ids` or `inputs.step_ids`. Differentiable.
+
+def token_ratio(inputs: LossInputs) -> torch.Tensor:
+    """[T]: policy / old policy of each token, with gradient."""
+    return (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def totals(ids: torch.Tensor, inputs: LossInputs, values: torch.Tensor) -> torch.Tensor:
+    """[T]: at index i the sum of `values` over the trained tokens with id i; 0 where there is none. Differentiable.
+
+    `ids` are `inputs.sequence_ids` or `inputs.step_ids`. Added up in float64: the order differs between GPU runs.
     """
-    ids = torch.where(inputs.mask, ids, 0)
-    size = int(ids.max()) + 1 if ids.numel() else 1
-    sums = values.new_zeros(size).index_add(0, ids, select(inputs.mask, values))
-    counts = values.new_zeros(size).index_add(0, ids, inputs.mask.to(values.dtype))
-    return select(inputs.mask, (sums / counts.clamp(min=1))[ids])
+    summed = torch.zeros(len(ids), dtype=torch.float64, device=values.device).index_add(
+        0, torch.where(inputs.mask, ids, 0), select(inputs.mask, values).to(torch.float64)
+    )
+    return summed.to(values.dtype)
+
+
+def sum_over(ids: torch.Tensor, inputs: LossInputs, values: torch.Tensor) -> torch.Tensor:
+    """[T]: at each trained token the sum of `values` over the trained tokens with the same id; 0 where masked."""
+    return select(inputs.mask, totals(ids, inputs, values)[torch.where(inputs.mask, ids, 0)])
+
+
+def mean_over(ids: torch.Tensor, inputs: LossInputs, values: torch.Tensor) -> torch.Tensor:
+    """[T]: at each trained token the mean of `values` over the trained tokens with the same id; 0 where masked."""
+    counts = sum_over(ids, inputs, torch.ones_like(values))
+    return sum_over(ids, inputs, values) / counts.clamp(min=1.0)

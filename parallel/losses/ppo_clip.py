@@ -10,15 +10,14 @@ The dual clip bounds the loss of a token with negative advantage whose ratio has
 
 import torch
 
-from parallel.losses.base import MAX_LOG_RATIO, LossInputs
+from parallel.losses.base import LossInputs, token_ratio
 
 
 def ppo_clip(
     inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped surrogate terms [T]; metric sum `clip_frac` counts the tokens whose gradient a clip stopped."""
-    log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+    ratio = token_ratio(inputs)
     unclipped = -inputs.advantages * ratio
     clipped = -inputs.advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     terms = torch.maximum(unclipped, clipped)

@@ -8,6 +8,13 @@ from parallel.losses.base import PolicyLoss
 
 POLICY_LOSSES: dict[str, str] = {
     "ppo_clip": "parallel.losses.ppo_clip:ppo_clip",
+    "dapo": "parallel.losses.dapo:dapo",
+    "dr_grpo": "parallel.losses.dr_grpo:dr_grpo",
+    "gspo": "parallel.losses.gspo:gspo",
+    "step_gspo": "parallel.losses.gspo:step_gspo",
+    "cispo": "parallel.losses.cispo:cispo",
+    "sapo": "parallel.losses.sapo:sapo",
+    "reinforce": "parallel.losses.reinforce:reinforce",
 }
 """name -> the PolicyLoss."""
 
