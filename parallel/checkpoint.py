@@ -2,6 +2,7 @@
 
     folder/.incomplete-step_00000020/   every rank writes and fsyncs its part
     folder/step_00000020/               renamed by rank 0: complete from this moment on
+    folder/step_00000020/critic/        the critic's tensors, where there is one
 
 A folder named `step_*` is complete by construction, so the highest of them is the latest. Loading works under
 other tensor-, pipeline- and data-parallel sizes. Every wait ends with the groups' time-out.
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_agent.errors import CheckpointError
 from parallel.checkpoint_tensors import CheckpointState, read_tensors, read_weights
+from parallel.critic import CriticTrainer
 from parallel.distribute import broadcast_object
 from parallel.optimizer import LrScheduler
 from parallel.random_state import random_state, set_random_state
@@ -28,6 +30,7 @@ from parallel.random_state import random_state, set_random_state
 _STATE_FILE = "state.json"
 _COMPLETE = re.compile(r"step_(\d+)")
 _INCOMPLETE = ".incomplete-"
+_CRITIC = "critic"
 
 
 def save(
@@ -39,24 +42,28 @@ def save(
     scheduler: LrScheduler,
     extra_state: dict[str, Any],
     keep_last: int,
+    critic: CriticTrainer | None = None,
 ) -> Path:
     """Write the checkpoint of `step` under `folder` and remove all but the newest `keep_last`. Collective.
 
     `extra_state` is rank 0's JSON-serialisable state (counters, data position, fleet version); random number states
-    are added. Returns the checkpoint's folder. Raises CheckpointError on every rank where it cannot be written; then
-    the earlier checkpoints are as they were.
+    are added. A `critic` goes into the same checkpoint. Returns the checkpoint's folder. Raises CheckpointError on
+    every rank where it cannot be written; then the earlier checkpoints are as they were.
     """
     folder = Path(folder)
     target = folder / f"step_{step:08d}"
     temporary = folder / f"{_INCOMPLETE}{target.name}"
-    state = CheckpointState(model_chunks, optimizer)
     run_state = {
         "step": step, "extra": extra_state, "scheduler": scheduler.state_dict(), "random": random_state()
     }  # fmt: skip
+    if critic is not None:
+        run_state["critic_scheduler"] = critic.scheduler.state_dict()
     try:
         _on_rank_0(lambda: _start(folder, temporary), f"start checkpoint {target}")
-        _on_rank_0(lambda: state.write_common(temporary), f"write checkpoint {target}")
-        _write_tensors(state, temporary)
+        _write_model(temporary, CheckpointState(model_chunks, optimizer), f"write checkpoint {target}")
+        if critic is not None:
+            state = CheckpointState(critic.model_chunks, critic.optimizer)
+            _write_model(temporary / _CRITIC, state, f"write the critic into checkpoint {target}")
         _on_rank_0(lambda: _complete(temporary, target, run_state), f"complete checkpoint {target}")
     except CheckpointError:
         if dist.get_rank() == 0:
@@ -74,24 +81,38 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def load(
-    checkpoint: str | Path, *, model_chunks: list[nn.Module], optimizer: Any, scheduler: LrScheduler
+    checkpoint: str | Path,
+    *,
+    model_chunks: list[nn.Module],
+    optimizer: Any,
+    scheduler: LrScheduler,
+    critic: CriticTrainer | None = None,
 ) -> dict[str, Any]:
     """Restore weights, optimizer, learning rate and random number states; returns the `extra_state`. Collective.
 
-    `checkpoint` is a folder that `save` or `latest` returned, visible to all ranks. Raises CheckpointError where it
-    cannot be read.
+    `checkpoint` is a folder that `save` or `latest` returned, visible to all ranks. With a `critic`, its state is
+    restored too; without one, what the checkpoint holds of it is left alone. Raises CheckpointError where the
+    checkpoint cannot be read, and before anything is changed where a critic is asked for and it holds none.
     """
     checkpoint = Path(checkpoint)
     run_state = _read_run_state(checkpoint)
+    if critic is not None and run_state["critic_scheduler"] is None:
+        raise CheckpointError(
+            f"{checkpoint}: holds no critic, but algorithm.critic is set; the run that wrote it had none. Choose "
+            "another run.name, or a checkpoint of a run with a critic"
+        )
     _read(checkpoint, lambda: read_tensors(checkpoint, model_chunks, optimizer))
     scheduler.load_state_dict(run_state["scheduler"])
+    if critic is not None:
+        _read(checkpoint, lambda: read_tensors(checkpoint / _CRITIC, critic.model_chunks, critic.optimizer))
+        critic.scheduler.load_state_dict(run_state["critic_scheduler"])
     if dist.get_rank() == 0:
         set_random_state(run_state["random"])
     return run_state["extra"]
 
 
 def load_weights(checkpoint: str | Path, *, model_chunks: list[nn.Module]) -> int:
-    """Restore the weights alone, for evaluation and export; returns the checkpoint's step. Collective.
+    """Restore the policy's weights alone, for evaluation and export; returns the checkpoint's step. Collective.
 
     Raises CheckpointError where it cannot be read.
     """
@@ -104,7 +125,8 @@ def load_weights(checkpoint: str | Path, *, model_chunks: list[nn.Module]) -> in
 def _read_run_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state = json.loads((checkpoint / _STATE_FILE).read_text(encoding="utf-8"))
-        return {name: state[name] for name in ("step", "extra", "scheduler", "random")}
+        required = {name: state[name] for name in ("step", "extra", "scheduler", "random")}
+        return required | {"critic_scheduler": state.get("critic_scheduler")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint}: {_STATE_FILE} cannot be read ({error}); choose another checkpoint of the run"
@@ -133,13 +155,20 @@ def _on_rank_0(action: Callable[[], None], what: str) -> None:
         raise CheckpointError(f"cannot {what}: {failure}; earlier checkpoints are untouched. Is the disk full?")
 
 
-def _write_tensors(state: CheckpointState, temporary: Path) -> None:
+def _write_model(folder: Path, state: CheckpointState, what: str) -> None:
+    """One model's tensors into `folder`. Collective."""
+    _on_rank_0(lambda: _write_common(folder, state), what)
     try:
-        state.write_tensors(temporary)
+        state.write_tensors(folder)
     except CheckpointException as error:  # raised on all ranks where one of them failed
         raise CheckpointError(
-            f"cannot write {temporary}: {_reason(error)}; earlier checkpoints are untouched. Is the disk full?"
+            f"cannot write {folder}: {_reason(error)}; earlier checkpoints are untouched. Is the disk full?"
         ) from error
+
+
+def _write_common(folder: Path, state: CheckpointState) -> None:
+    folder.mkdir(exist_ok=True)
+    state.write_common(folder)
 
 
 def _reason(error: BaseException) -> str:
@@ -159,7 +188,7 @@ def _start(folder: Path, temporary: Path) -> None:
 def _complete(temporary: Path, target: Path, run_state: dict[str, Any]) -> None:
     with open(temporary / _STATE_FILE, "w", encoding="utf-8") as file:
         json.dump(run_state, file)
-    for path in temporary.iterdir():
+    for path in temporary.rglob("*"):
         _fsync(path)
     _fsync(temporary)
     if target.exists():  # the same step again, after resuming from an earlier one

@@ -16,7 +16,8 @@ from parallel.model import forward_row
 from trajectory.packing import PackedMicrobatch
 
 LastStageFn = Callable[[PackedMicrobatch, torch.Tensor], object]
-"""(microbatch, this tensor rank's logits [T, V]) -> what the schedule collects."""
+"""(microbatch, the last stage's output: this tensor rank's logits [T, V], a critic's values [T, 1]) -> what the
+schedule collects."""
 
 
 def run_schedule(
@@ -33,7 +34,7 @@ def run_schedule(
         microbatch = next(iterator)
         output = forward_row(chunk, microbatch.token_ids, microbatch.position_ids, microbatch.cu_seqlens)
         # Megatron passes `non_loss_data` when it only collects; both kinds are the same function here.
-        return output, lambda logits, non_loss_data=False: last_stage(microbatch, logits)
+        return output, lambda result, non_loss_data=False: last_stage(microbatch, result)
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -72,6 +73,18 @@ def compute_logprobs(
     def last_stage(microbatch: PackedMicrobatch, logits: torch.Tensor) -> torch.Tensor:
         return microbatch_logprobs(microbatch, logits, vocab_size=vocab_size, temperature=temperature)[0]
 
+    return score(model_chunks, microbatches, last_stage)
+
+
+def score(
+    model_chunks: list[nn.Module],
+    microbatches: list[PackedMicrobatch],
+    last_stage: Callable[[PackedMicrobatch, torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Run the model without gradient: one float32 [T] CPU tensor per microbatch, as `last_stage` gives it there.
+
+    Collective over the model-parallel group; every rank of it gets them.
+    """
     with torch.no_grad():
         collected = run_schedule(model_chunks, microbatches, last_stage, forward_only=True)
     lengths = [microbatch.num_tokens for microbatch in microbatches]

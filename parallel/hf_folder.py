@@ -13,7 +13,7 @@ from parallel import process_groups
 from parallel.families.layout import Weight
 from parallel.families.registry import family_for
 from parallel.model import read_hf_config
-from parallel.stage_weights import all_weights, stage_parameters
+from parallel.stage_weights import OUTPUT_LAYER, all_weights, stage_parameters
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -59,17 +59,19 @@ class WeightFiles:
 
 
 @torch.no_grad()
-def load_hf_weights(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
+def load_hf_weights(chunks: Sequence[torch.nn.Module], folder: str | Path, *, backbone_only: bool = False) -> None:
     """Fill this rank's parameters from the folder's safetensors, reading only the slices that it holds.
 
+    `backbone_only` leaves the output layer as it is: a critic's value head, which no folder holds.
     Call before the optimizer is made, which copies fp32 masters from the parameters. Values are cast to the
     parameters' type. Raises ModelFolderError naming a tensor that is missing, has another shape or has no place.
     """
     hf_config = read_hf_config(folder)
     files = WeightFiles(folder)
-    _check_names(files, hf_config)
+    _check_names(files, hf_config, backbone_only=backbone_only)
     for weight, parameter in _held_weights(chunks, hf_config):
-        _load(weight, parameter, files)
+        if not (backbone_only and weight.megatron_name == OUTPUT_LAYER):
+            _load(weight, parameter, files)
 
 
 def _held_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> list[tuple[Weight, torch.nn.Parameter]]:
@@ -84,9 +86,12 @@ def _held_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> list[tup
     return [(by_name[name], parameter) for name, parameter in parameters.items()]
 
 
-def _check_names(files: WeightFiles, hf_config: Any) -> None:
+def _check_names(files: WeightFiles, hf_config: Any, *, backbone_only: bool) -> None:
     """Every rank checks the whole model, so all of them stop with the same error before any reads."""
-    wanted = {source.name for _, weight in all_weights(hf_config) for source in weight.sources}
+    weights = [weight for _, weight in all_weights(hf_config)]
+    if backbone_only:
+        weights = [weight for weight in weights if weight.megatron_name != OUTPUT_LAYER]
+    wanted = {source.name for weight in weights for source in weight.sources}
     missing = sorted(wanted - files.names())
     if missing:
         raise ModelFolderError(
@@ -94,7 +99,7 @@ def _check_names(files: WeightFiles, hf_config: Any) -> None:
             "its config.json"
         )
     # Some folders save the tied copy too, and old ones the rotary frequencies.
-    spare = {"lm_head.weight"} if hf_config.tie_word_embeddings else set()
+    spare = {"lm_head.weight"} if hf_config.tie_word_embeddings or backbone_only else set()
     unplaced = sorted(name for name in files.names() - wanted - spare if not name.endswith("rotary_emb.inv_freq"))
     if unplaced:
         raise ModelFolderError(

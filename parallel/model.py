@@ -27,6 +27,7 @@ from parallel.attention import PackedAttention, PackedRow, packed_row
 from parallel.families.dense import DenseFamily, padded_vocab_size, rotary_frequencies
 from parallel.families.registry import family_for
 from parallel.norm import RMSNorm
+from parallel.value_head import ValueHead
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -44,8 +45,13 @@ def read_hf_config(folder: str | Path) -> Any:
     return hf_config
 
 
-def build_model(hf_folder: str | Path, *, config: ExperimentConfig, for_training: bool) -> list[torch.nn.Module]:
+def build_model(
+    hf_folder: str | Path, *, config: ExperimentConfig, for_training: bool, value_head: bool = False
+) -> list[torch.nn.Module]:
     """This rank's part of the model, as a list of one chunk. Weights are not set: see hf_folder.load_hf_weights.
+
+    With `value_head` it is a critic: a ValueHead, at 0, stands in the place of the output layer, and the embedding is
+    tied to nothing.
 
     For training the chunk is wrapped in Megatron's DistributedDataParallel, which sums gradients over data ranks in
     fp32 without averaging. Otherwise its parameters need no gradient.
@@ -63,9 +69,11 @@ def build_model(hf_folder: str | Path, *, config: ExperimentConfig, for_training
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=process_groups.is_first_stage(),
         post_process=process_groups.is_last_stage(),
-        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not value_head,
         position_embedding_type="rope" if use_te else "none",
     )
+    if value_head and process_groups.is_last_stage():
+        model.output_layer = ValueHead(transformer_config)  # pyright: ignore[reportAttributeAccessIssue]
     if use_te:
         model.rotary_pos_emb.inv_freq = inv_freq  # Megatron's own knows llama3 scaling only with fixed parameters
     model.to(process_groups.device())
@@ -92,8 +100,8 @@ def forward_row(
 
     `token_ids`, `position_ids` int64 [T] and `cu_seqlens` int32 [S+1], on any device. With sequence parallelism T is
     a multiple of the tensor-parallel size. Returns the logits [T, V / tensor_size] in the model's type on the last
-    stage (V with padding), the hidden states [T, 1, hidden_size] elsewhere (T / tensor_size with sequence
-    parallelism).
+    stage (V with padding; a critic's values [T, 1] in fp32), the hidden states [T, 1, hidden_size] elsewhere
+    (T / tensor_size with sequence parallelism).
     """
     device = process_groups.device()
     token_ids, position_ids = token_ids.to(device)[None], position_ids.to(device)

@@ -16,6 +16,9 @@ _FUSED_NORM_NAMES = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 
+OUTPUT_LAYER = "output_layer.weight"
+"""Name of the last stage's output layer: the language model's, or a critic's value head in its place."""
+
 
 def layers_per_stage(hf_config: Any) -> int:
     """Decoder layers of each pipeline stage."""
@@ -33,7 +36,7 @@ def all_weights(hf_config: Any) -> Iterator[tuple[int, Weight]]:
         for weight in family.layer_weights(hf_config, layer, tensor_size=tensor_size):
             yield layer // per_stage, weight
     for weight in family.weights_after_layers(hf_config, tensor_size=tensor_size):
-        if not (hf_config.tie_word_embeddings and weight.megatron_name == "output_layer.weight"):
+        if not (hf_config.tie_word_embeddings and weight.megatron_name == OUTPUT_LAYER):
             yield last, weight
 
 
