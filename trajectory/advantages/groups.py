@@ -44,6 +44,7 @@ def whiten(values: np.ndarray, eps: float) -> np.ndarray:
     if not len(values):
         return values
     centred = values - values.mean()
-    if np.abs(centred).max() <= EQUAL_RETURNS * max(np.abs(values).max(), 1.0):
+    spread = np.abs(centred).max()
+    if spread <= EQUAL_RETURNS * max(np.abs(values).max(), 1.0):
         return np.zeros(len(values))
-    return centred / (centred.std() + eps)
+    return centred / (spread * np.sqrt(np.mean((centred / spread) ** 2)) + eps)
