@@ -1,7 +1,5 @@
 """Every estimator against a plain loop over episodes, steps and tokens, on random batches."""
 
-from difflib import SequenceMatcher
-
 import numpy as np
 import pytest
 from credit_cases import BatchCase, EpisodeCase, StepCase, TokenCase
@@ -182,11 +180,10 @@ def test_gae_token(batch, gamma, lam):
     agree(batch, "gae_token", reference, gamma=gamma, lam=lam)
 
 
-@pytest.mark.parametrize(("similarity", "alike"), [(1.0, False), (0.9, True)])
+@pytest.mark.parametrize(("similarity", "alike"), [(1.0, False), (0.5, True)])
 @pytest.mark.parametrize("step_norm", ["mean_std", "mean"])
 def test_gigpo(batch, step_norm, similarity, alike):
-    """`left room` and `left rooms` are one state where 0.9 is enough, and whichever comes first is what counts."""
-    assert (SequenceMatcher(None, "left room", "left rooms").ratio() >= similarity) == alike
+    """`left room` and `left rooms` are one state where one word of two is enough, whichever comes first."""
     gamma, weight = 0.9, 0.7
     found: dict[tuple[int, str], list[float]] = {}
 
