@@ -1,15 +1,22 @@
-"""From trajectory groups to the minibatches of packed rows that the trainer consumes. Runs on rank 0."""
+"""From trajectory groups to the minibatches of packed rows that the trainer consumes. Runs on rank 0.
 
+groups -> filters -> rewards -> credit -> packed rows -> ranks
+                        |         ^
+                        +- rows without credit -> ranks score them -+      where credit needs what models say
+"""
+
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from megatron_agent.config import ExperimentConfig
-from trajectory.advantages.inputs import estimator_inputs
-from trajectory.advantages.registry import compute_advantages
-from trajectory.filters import filter_groups
-from trajectory.packing import PackedMicrobatch, plan_microbatches
+from megatron_agent.credit import CreditGiver, TokenScores
+from trajectory.advantages.inputs import Credit, EstimatorInputs, estimator_inputs
+from trajectory.filters import Filters, filter_groups
+from trajectory.packing import PackedMicrobatch, RowCredit, plan_microbatches
 from trajectory.samples import Sample, merge_steps
 from trajectory.steps import Trajectory, TrajectoryGroup
 
@@ -32,83 +39,223 @@ class TrainingBatch:
     """Empty where every trajectory was dropped or no advantage differs from 0."""
     untrained: Minibatch | None = None
     """Where nothing is trained: one row per data-parallel rank of what was sampled, to compare trainer and fleet on."""
+    inputs: EstimatorInputs | None = None
+    """What credit is given from; None where it has been given or nothing is left."""
     metrics: dict[str, float]
     """Counts of drops, tokens and padding, and the advantages' spread."""
 
 
-def build_batch(
-    groups: Sequence[TrajectoryGroup], config: ExperimentConfig, *, data_parallel_size: int, pad_multiple: int
-) -> TrainingBatch:
-    """Filter, give credit, pack.
+class BatchBuilder:
+    """Makes the training batch of each step; keeps what credit remembers from one step to the next."""
 
-    Where the loss has no KL and no entropy term, a trajectory whose advantages are all 0 adds exactly nothing to
-    the gradient: it counts in the denominator but is not packed.
-    """
-    kept, drops = filter_groups(groups)
-    metrics = {f"dropped_{reason}": float(count) for reason, count in drops.items()}
-    if not kept:
-        return TrainingBatch(minibatches=[], metrics=metrics)
-    algorithm = config.algorithm
-    inputs = estimator_inputs(kept)
-    advantages = compute_advantages(
-        algorithm.advantage.name, inputs, std=algorithm.advantage.std, eps=algorithm.advantage.eps
-    )
-    trajectories = [trajectory for group in kept for trajectory in group.trajectories]
-    first_step = np.searchsorted(inputs.step_trajectory, np.arange(len(trajectories) + 1))
-    num_tokens = np.bincount(inputs.step_trajectory, weights=inputs.step_num_tokens)
-    per_token = algorithm.loss.denominator == "token"
-    needs_all = algorithm.kl.coef > 0 or algorithm.entropy_coef > 0
-    minibatches: list[Minibatch] = []
-    num_packed = num_padding = num_rows = 0
-    for members in np.array_split(np.arange(len(trajectories)), algorithm.minibatches):
-        samples: list[Sample] = []
-        for index in members.tolist():
-            own = advantages[first_step[index] : first_step[index + 1]]
-            if needs_all or np.any(own != 0.0):
-                weight = 1.0 if per_token else 1.0 / float(num_tokens[index])
-                samples += merge_steps(
-                    trajectories[index], trajectory_index=index, step_advantages=own, loss_weight=weight
-                )
-        if not samples:
-            continue
-        per_data_rank = plan_microbatches(
-            samples,
-            tokens_per_row=config.packing.tokens_per_row,
-            data_parallel_size=data_parallel_size,
-            pad_multiple=pad_multiple,
+    def __init__(self, config: ExperimentConfig, *, data_parallel_size: int, pad_multiple: int) -> None:
+        self._config = config
+        self._layout = {"data_parallel_size": data_parallel_size, "pad_multiple": pad_multiple}
+        self._credit = CreditGiver(config)
+        filters = config.algorithm.filters
+        self._filters = Filters(
+            zero_variance=filters.zero_variance, overlong=filters.overlong, max_staleness=filters.max_staleness
         )
-        denominator = float(num_tokens[members].sum()) if per_token else float(len(members))
-        minibatches.append(Minibatch(per_data_rank=per_data_rank, denominator=denominator))
-        rows = [row for shard in per_data_rank for row in shard]
-        num_packed += sum(row.num_tokens for row in rows)
-        num_padding += sum(row.num_padding for row in rows)
-        num_rows += len(rows)
-    metrics |= {
-        "advantage_abs_mean": float(np.abs(advantages).mean()),
-        "trained_tokens": float(num_tokens.sum()),
-        "packed_tokens": float(num_packed),
-        "packed_rows": float(num_rows),
-        "padding_frac": num_padding / max(1, num_packed),
-    }
-    untrained = None
-    if not minibatches:
-        rows = _one_row_each(trajectories, config.packing.tokens_per_row, data_parallel_size, pad_multiple)
-        untrained = Minibatch(per_data_rank=rows, denominator=1.0)
-    return TrainingBatch(minibatches=minibatches, untrained=untrained, metrics=metrics)
+
+    def kept(self, groups: Sequence[TrajectoryGroup], *, step: int) -> tuple[list[TrajectoryGroup], Counter[str]]:
+        """The groups that `build` would train on, and how many trajectories it would drop for what."""
+        return filter_groups(groups, self._filters, need=self._credit.need, step=step)
+
+    def build(self, groups: Sequence[TrajectoryGroup], *, step: int) -> TrainingBatch:
+        """Filter, give credit where nothing has to be scored for it, pack. `step` is the training step.
+
+        Where the loss has no KL and no entropy term, a trajectory whose advantages are all 0 adds exactly nothing to
+        the gradient: it counts in the denominator but is not packed.
+        """
+        kept, drops = self.kept(groups, step=step)
+        metrics = {f"dropped_{reason}": float(count) for reason, count in drops.items()}
+        if not kept:
+            return TrainingBatch(minibatches=[], metrics=metrics)
+        trajectories = [trajectory for group in kept for trajectory in group.trajectories]
+        inputs = self._credit.shape_rewards(estimator_inputs(kept))
+        credit = None if self._credit.scores else self._credit.give(inputs)
+        packed = np.ones(len(trajectories), dtype=bool)
+        if credit and not self._needs_every_token():
+            packed = np.bincount(_trajectory_of_token(inputs), weights=credit.advantages != 0.0) > 0
+        minibatches = []
+        for members in np.array_split(np.arange(len(trajectories)), self._config.algorithm.minibatches):
+            if packed[members].any():
+                minibatches.append(self._minibatch(members, packed, trajectories, inputs))
+        if credit:
+            metrics |= advantage_metrics(credit)
+            minibatches = [
+                replace(minibatch, per_data_rank=_with_credit(minibatch.per_data_rank, rows))
+                for minibatch, (rows, _) in zip(minibatches, spread_credit(minibatches, inputs, credit), strict=True)
+            ]
+        metrics |= _packing_metrics(minibatches) | {"trained_tokens": float(inputs.num_tokens)}
+        untrained = None
+        if not minibatches:
+            rows = self._one_row_each(trajectories)
+            untrained = Minibatch(per_data_rank=rows, denominator=1.0)
+        return TrainingBatch(
+            minibatches=minibatches,
+            untrained=untrained,
+            inputs=None if credit else inputs,
+            metrics=metrics,
+        )
+
+    def give_credit(
+        self, batch: TrainingBatch, scores: Sequence[Sequence[Sequence[TokenScores]]]
+    ) -> tuple[list[tuple[list[list[RowCredit]], float]], dict[str, float]]:
+        """Credit of a batch whose rows were scored: for each minibatch the rows' credit, by data rank, and the number
+        of values that the critic is trained on; and the metrics.
+
+        `scores` holds, for each minibatch, data rank and row, what the models said of the row's tokens.
+        """
+        assert batch.inputs is not None, "credit of this batch has been given"
+        inputs = collect_scores(batch.minibatches, batch.inputs, scores)
+        credit = self._credit.give(inputs)
+        return spread_credit(batch.minibatches, inputs, credit), advantage_metrics(credit)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._credit.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._credit.load_state_dict(state)
+
+    def _needs_every_token(self) -> bool:
+        algorithm = self._config.algorithm
+        return (algorithm.kl.coef > 0 and algorithm.kl.placement == "loss") or algorithm.entropy_coef > 0
+
+    def _minibatch(
+        self, members: np.ndarray, packed: np.ndarray, trajectories: Sequence[Trajectory], inputs: EstimatorInputs
+    ) -> Minibatch:
+        weights, denominator = self._loss_weights(members, inputs)
+        first_step = np.searchsorted(inputs.step_trajectory, np.arange(len(trajectories) + 1))
+        samples: list[Sample] = []
+        for index in members[packed[members]].tolist():
+            samples += merge_steps(
+                trajectories[index],
+                trajectory_index=index,
+                step_weights=weights[first_step[index] : first_step[index + 1]],
+                mark_next="values" in self._credit.scores,
+            )
+        rows = plan_microbatches(samples, tokens_per_row=self._config.packing.tokens_per_row, **self._layout)
+        return Minibatch(per_data_rank=rows, denominator=denominator)
+
+    def _loss_weights(self, members: np.ndarray, inputs: EstimatorInputs) -> tuple[np.ndarray, float]:
+        """float64 [N], the factor of each step's tokens, and the denominator of a minibatch of these trajectories."""
+        loss = self._config.algorithm.loss
+        kind = loss.resolved_denominator()
+        if kind == "token":
+            own = np.isin(inputs.step_trajectory, members)
+            return np.ones(len(own)), float(inputs.step_num_tokens[own].sum())
+        if kind == "constant":
+            agent = self._config.agent
+            tokens = loss.constant_tokens or agent.max_steps * agent.max_response_tokens
+            return np.ones(len(inputs.step_trajectory)), float(tokens) * len(members)
+        unit = {
+            "step": np.arange(len(inputs.step_trajectory)),
+            "trajectory": inputs.step_trajectory,
+            "prompt_group": inputs.trajectory_group[inputs.step_trajectory],
+        }[kind]
+        own = np.isin(inputs.step_trajectory, members) & (inputs.step_num_tokens > 0)
+        num_tokens = np.bincount(unit[own], weights=inputs.step_num_tokens[own], minlength=int(unit.max()) + 1)
+        return 1.0 / np.maximum(num_tokens, 1.0)[unit], float((num_tokens > 0).sum())
+
+    def _one_row_each(self, trajectories: Sequence[Trajectory]) -> list[list[PackedMicrobatch]]:
+        """The first samples, as many as fill a row on every data-parallel rank, without any advantage."""
+        tokens_per_row = self._config.packing.tokens_per_row
+        samples: list[Sample] = []
+        num_tokens = 0
+        for index, trajectory in enumerate(trajectories):
+            own = merge_steps(trajectory, trajectory_index=index)
+            samples += own
+            num_tokens += sum(sample.num_tokens for sample in own)
+            if num_tokens >= tokens_per_row * self._layout["data_parallel_size"]:
+                break
+        return plan_microbatches(samples, tokens_per_row=tokens_per_row, **self._layout)
 
 
-def _one_row_each(
-    trajectories: Sequence[Trajectory], tokens_per_row: int, data_parallel_size: int, pad_multiple: int
-) -> list[list[PackedMicrobatch]]:
-    """The first samples, as many as fill a row on every data-parallel rank, without any advantage."""
-    samples: list[Sample] = []
-    num_tokens = 0
-    for index, trajectory in enumerate(trajectories):
-        own = merge_steps(trajectory, trajectory_index=index, step_advantages=np.zeros(len(trajectory.steps)))
-        samples += own
-        num_tokens += sum(sample.num_tokens for sample in own)
-        if num_tokens >= tokens_per_row * data_parallel_size:
-            break
-    return plan_microbatches(
-        samples, tokens_per_row=tokens_per_row, data_parallel_size=data_parallel_size, pad_multiple=pad_multiple
+def collect_scores(
+    minibatches: Sequence[Minibatch], inputs: EstimatorInputs, scores: Sequence[Sequence[Sequence[TokenScores]]]
+) -> EstimatorInputs:
+    """`inputs` with what the models said of each trained token, and of each truncated trajectory's next observation."""
+    first_token = _first_tokens(inputs)
+    found: dict[str, np.ndarray] = {}
+    bootstrap = np.zeros(len(inputs.trajectory_group))
+    for minibatch, shards in zip(minibatches, scores, strict=True):
+        for rows, row_scores in zip(minibatch.per_data_rank, shards, strict=True):
+            for row, own in zip(rows, row_scores, strict=True):
+                trained, index = row.loss_mask.numpy(), _token_index(row, first_token)
+                for name, values in own.items():
+                    target = found.setdefault(name, np.zeros(inputs.num_tokens))
+                    target[index] = values.numpy()[trained]
+                    if name == "values":
+                        assert row.value_mask is not None
+                        markers = row.value_mask.numpy() & ~trained
+                        bootstrap[row.trajectory_index.numpy()[markers]] = values.numpy()[markers]
+    return replace(
+        inputs,
+        old_logprobs=found.get("old"),
+        reference_logprobs=found.get("reference"),
+        teacher_logprobs=found.get("teacher"),
+        token_values=found.get("values"),
+        bootstrap_values=bootstrap if "values" in found else None,
     )
+
+
+def spread_credit(
+    minibatches: Sequence[Minibatch], inputs: EstimatorInputs, credit: Credit
+) -> list[tuple[list[list[RowCredit]], float]]:
+    """For each minibatch the credit of its rows, by data rank, and the number of values the critic is trained on."""
+    first_token = _first_tokens(inputs)
+    spread = []
+    for minibatch in minibatches:
+        rows = [
+            [RowCredit.on_row(row, credit, _token_index(row, first_token)) for row in shard]
+            for shard in minibatch.per_data_rank
+        ]
+        weights = [own.value_weights for shard in rows for own in shard if own.value_weights is not None]
+        num_values = sum(float(own.sum()) for own in weights)
+        spread.append((rows, num_values))
+    return spread
+
+
+def advantage_metrics(credit: Credit) -> dict[str, float]:
+    """Spread of the advantages over trained tokens."""
+    return {
+        "advantage_mean": float(credit.advantages.mean()),
+        "advantage_abs_mean": float(np.abs(credit.advantages).mean()),
+        "advantage_abs_max": float(np.abs(credit.advantages).max()),
+    }
+
+
+def _with_credit(
+    per_data_rank: list[list[PackedMicrobatch]], credit: list[list[RowCredit]]
+) -> list[list[PackedMicrobatch]]:
+    return [
+        [own.put_on(row) for row, own in zip(rows, row_credit, strict=True)]
+        for rows, row_credit in zip(per_data_rank, credit, strict=True)
+    ]
+
+
+def _trajectory_of_token(inputs: EstimatorInputs) -> np.ndarray:
+    return np.repeat(inputs.step_trajectory, inputs.step_num_tokens)
+
+
+def _first_tokens(inputs: EstimatorInputs) -> np.ndarray:
+    """int64 [M]: the number of each trajectory's first trained token in the batch."""
+    counts = np.bincount(inputs.step_trajectory, weights=inputs.step_num_tokens).astype(np.int64)
+    return np.cumsum(counts) - counts
+
+
+def _token_index(row: PackedMicrobatch, first_token: np.ndarray) -> np.ndarray:
+    """int64: which of the batch's trained tokens each trained token of the row is."""
+    assert row.trained_index is not None, "the row was not packed here"
+    return first_token[row.trajectory_index.numpy()[row.loss_mask.numpy()]] + row.trained_index
+
+
+def _packing_metrics(minibatches: Sequence[Minibatch]) -> dict[str, float]:
+    rows = [row for minibatch in minibatches for shard in minibatch.per_data_rank for row in shard]
+    num_packed = sum(row.num_tokens for row in rows)
+    return {
+        "packed_tokens": float(num_packed),
+        "packed_rows": float(len(rows)),
+        "padding_frac": sum(row.num_padding for row in rows) / max(1, num_packed),
+    }

@@ -18,6 +18,7 @@ from megatron_agent.config_types import (
     Section,
 )
 
+
 class RunConfig(Section):
     name: str
     """Name of the run; its files go to `dir`/`name`."""

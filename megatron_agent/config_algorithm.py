@@ -53,7 +53,7 @@ class AdvantageConfig(Section):
     step_norm: Literal["mean_std", "mean"] | None = None
     """gigpo: what step-level groups are normalised by."""
     similarity: Fraction | None = None
-    """gigpo: least similarity of two observations that share a step-level group; 1 asks for equal ones."""
+    """gigpo: least similarity, by words, of two observations that share a step-level group; 1 asks for equal ones."""
     task_weight: NonNegativeFloat | None = None
     """opd: weight of the task's group-relative advantage beside the teacher's signal."""
     args: dict[str, Any] = {}

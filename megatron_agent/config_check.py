@@ -9,9 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_check_algorithm import (
+    check_algorithm_names,
+    check_credit,
+    check_updates,
+    inert_algorithm_options,
+)
 from megatron_agent.config_check_data import check_eval_rows, check_sft_rows, check_train_rows
-from megatron_agent.config_check_model import check_builder, check_model_folder, check_model_sizes, folder_exists
-from megatron_agent.config_check_names import check_agent_names, check_algorithm_names, has_tool_env
+from megatron_agent.config_check_model import (
+    check_builder,
+    check_model_folder,
+    check_model_sizes,
+    check_other_models,
+    folder_exists,
+)
+from megatron_agent.config_check_names import check_agent_names, check_tool_format, has_tool_env
 from megatron_agent.config_layout import fleet_gpus, run_folder, runs_on_gpus, trainer_layout
 from megatron_agent.config_loading import override_keys
 from megatron_agent.errors import ConfigError, list_problems
@@ -130,21 +142,8 @@ def check_sampling(config: ExperimentConfig) -> Iterator[str]:
         yield f"rollout.top_k is {rollout.top_k}: {reason}; set it to -1"
 
 
-def check_algorithm(config: ExperimentConfig) -> Iterator[str]:
-    """Batch sizes, clips and evaluation."""
-    algorithm, rollout = config.algorithm, config.rollout
-    episodes = rollout.prompts_per_step * rollout.group_size
-    if algorithm.advantage.name == "grpo" and rollout.group_size == 1:
-        yield "rollout.group_size is 1, but grpo compares the episodes of a group; use 2 or more"
-    if algorithm.minibatches > episodes:
-        yield (
-            f"algorithm.minibatches {algorithm.minibatches} is more than the {episodes} episodes of a step "
-            f"(rollout.prompts_per_step {rollout.prompts_per_step} x group_size {rollout.group_size}); lower it"
-        )
-    if algorithm.loss.clip_low >= 1:
-        yield f"algorithm.loss.clip_low is {algorithm.loss.clip_low}: a ratio is never below 0; use a number under 1"
-    if algorithm.loss.dual_clip is not None and algorithm.loss.dual_clip <= 1:
-        yield f"algorithm.loss.dual_clip is {algorithm.loss.dual_clip}; it is a bound on the ratio, above 1"
+def check_eval(config: ExperimentConfig) -> Iterator[str]:
+    """Rows to evaluate on."""
     if config.eval.every and config.data.eval is None:
         yield f"eval.every is {config.eval.every}, but data.eval names no rows; name them or set eval.every to 0"
 
@@ -183,16 +182,7 @@ ENGINE_ARGS_SET_ELSEWHERE = {
     "weight_transfer_config": "sync.backend",
 }
 
-NEVER_CLIPS = (
-    "with one update a step (algorithm.epochs x algorithm.minibatches is 1) and algorithm.old_logprobs recompute "
-    "the ratio is 1 everywhere"
-)
 INERT: dict[str, tuple[Callable[[ExperimentConfig], bool], str]] = {
-    "algorithm.kl.estimator": (lambda c: c.algorithm.kl.coef == 0, "algorithm.kl.coef is 0"),
-    "algorithm.loss.clip_low": (lambda c: _is_on_policy(c), NEVER_CLIPS),
-    "algorithm.loss.clip_high": (lambda c: _is_on_policy(c), NEVER_CLIPS),
-    "algorithm.loss.dual_clip": (lambda c: _is_on_policy(c), NEVER_CLIPS),
-    "algorithm.advantage.eps": (lambda c: not c.algorithm.advantage.std, "algorithm.advantage.std is false"),
     "optimizer.min_lr_frac": (lambda c: c.optimizer.schedule == "constant", "optimizer.schedule is constant"),
     "agent.tool_format": (
         lambda c: not has_tool_env(c),
@@ -215,16 +205,12 @@ INERT: dict[str, tuple[Callable[[ExperimentConfig], bool], str]] = {
 
 def check_overrides(config: ExperimentConfig, keys: Sequence[str]) -> Iterator[str]:
     """Overrides that the rest of the configuration makes meaningless."""
+    inert = {option: (is_inert(config), why) for option, (is_inert, why) in INERT.items()}
+    inert |= inert_algorithm_options(config)
     for key in keys:
-        for option, (is_inert, why) in INERT.items():
-            if (key == option or key.startswith(f"{option}.")) and is_inert(config):
+        for option, (does_nothing, why) in inert.items():
+            if (key == option or key.startswith(f"{option}.")) and does_nothing:
                 yield f"the override of {key} has no effect: {why}"
-
-
-def _is_on_policy(config: ExperimentConfig) -> bool:
-    """Whether the policy that is updated is always the one that acted, so that its ratio to the old one is 1."""
-    algorithm = config.algorithm
-    return algorithm.epochs * algorithm.minibatches == 1 and algorithm.old_logprobs == "recompute"
 
 
 CHECKS: tuple[Check, ...] = (
@@ -234,14 +220,18 @@ CHECKS: tuple[Check, ...] = (
     check_sync,
     check_lengths,
     check_sampling,
-    check_algorithm,
+    check_eval,
     check_replay,
     check_engine_args,
     check_algorithm_names,
+    check_credit,
+    check_updates,
+    check_tool_format,
     check_agent_names,
     check_builder,
     check_model_folder,
     check_model_sizes,
+    check_other_models,
     check_train_rows,
     check_eval_rows,
     check_sft_rows,

@@ -66,6 +66,24 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
+def check_other_models(config: ExperimentConfig) -> Iterator[str]:
+    """The folders of critic and teacher, and that both read the policy's tokens."""
+    critic, teacher = config.algorithm.critic, config.algorithm.teacher
+    for option, folder in (
+        ("algorithm.critic.path", critic.path if critic else None),
+        ("algorithm.teacher.path", teacher.path if teacher else None),
+    ):
+        if folder is not None and not (Path(folder) / "config.json").exists():
+            yield f"{option} {folder} has no config.json; point it at an HF folder (checkpoint.export_hf writes a run's)"
+        elif folder is not None and folder_exists(config):
+            own, other = _vocabulary(Path(config.model.path)), _vocabulary(Path(folder))
+            if own and other and own != other:
+                yield (
+                    f"{option} {folder}: its tokenizer is not that of model.path {config.model.path}, so it cannot read "
+                    "the policy's tokens; use a model of the same family"
+                )
+
+
 def check_model_sizes(config: ExperimentConfig) -> Iterator[str]:
     """Parallel sizes and context length against heads, layers and positions."""
     sizes = _model_sizes(config)
@@ -104,6 +122,11 @@ def _has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").exists() or (folder / "chat_template.json").exists():
         return True
     return bool((_read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    path = folder / "tokenizer.json"
+    return ((_read_json(path) or {}).get("model") or {}).get("vocab") if path.exists() else None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

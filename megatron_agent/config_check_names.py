@@ -7,8 +7,6 @@ from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import did_you_mean
 from megatron_agent.source_reading import parameters, reference_problem, registry_entries
 
-ESTIMATORS = ("trajectory.advantages.registry", "ESTIMATORS")
-POLICY_LOSSES = ("parallel.losses.registry", "POLICY_LOSSES")
 TOOL_FORMATS = ("megatron_agent.tools.formats", "TOOL_FORMATS")
 TOOLS = ("megatron_agent.tools.base", "TOOLS")
 ENVS = ("megatron_agent.envs.base", "ENVIRONMENTS")
@@ -16,16 +14,11 @@ FLOWS = ("megatron_agent.flows.registry", "FLOWS")
 REWARDS = ("megatron_agent.rewards", "REWARDS")
 
 
-def check_algorithm_names(config: ExperimentConfig) -> Iterator[str]:
-    """Estimator and loss; these come from the registries only."""
-    for option, name, registry in (
-        ("algorithm.advantage.name", config.algorithm.advantage.name, ESTIMATORS),
-        ("algorithm.loss.name", config.algorithm.loss.name, POLICY_LOSSES),
-        ("agent.tool_format", config.agent.tool_format, TOOL_FORMATS),
-    ):
-        known = registry_entries(*registry)
-        if name not in known:
-            yield f"{option}: there is no {name!r}; {did_you_mean(name, known)}"
+def check_tool_format(config: ExperimentConfig) -> Iterator[str]:
+    """The tool format, which comes from the registry only."""
+    name, known = config.agent.tool_format, registry_entries(*TOOL_FORMATS)
+    if name not in known:
+        yield f"agent.tool_format: there is no {name!r}; {did_you_mean(name, known)}"
 
 
 def has_tool_env(config: ExperimentConfig) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trajectory.advantages.grpo import EQUAL_RETURNS
+from trajectory.filters import equal_returns
 from trajectory.steps import ContextChange, Trajectory, TrajectoryGroup, TrajectoryStatus
 
 
@@ -63,6 +63,4 @@ def _succeeded(success: bool | None, episode_return: float) -> bool:
 
 
 def _all_equal(group: TrajectoryGroup) -> bool:
-    """True where the group's baseline leaves nothing to learn from."""
-    returns = [t.episode_return for t in group.trajectories if t.status is not TrajectoryStatus.ENV_FAILED]
-    return not returns or bool(np.ptp(returns) <= EQUAL_RETURNS * max(1.0, np.abs(returns).max()))
+    return equal_returns([t for t in group.trajectories if t.status is not TrajectoryStatus.ENV_FAILED])

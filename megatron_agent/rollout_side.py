@@ -27,6 +27,7 @@ from rollout.episodes import RolloutManager, RolloutResult
 from rollout.fleet import Fleet
 from rollout.recorder import FILE_NAME, TrajectoryRecorder
 from rollout.replay import RecordedEpisodes
+from trajectory.advantages.registry import NEEDS
 
 
 @dataclass(kw_only=True)
@@ -43,15 +44,17 @@ class RolloutSide:
     recorder: TrajectoryRecorder
     display: TrainingDisplay
 
-    def start_training_rows(self, step: int) -> None:
-        """Queue the episodes of a training step."""
+    def start_training_rows(self, step: int, *, count: int, first_place: int) -> None:
+        """Queue the episodes of `count` rows; `first_place` rows were started for this training step before."""
         options = self.config.rollout
         self.episodes.start(
-            self.rows.take(options.prompts_per_step),
+            self.rows.take(count),
             step=step,
             group_size=options.group_size,
             temperature=options.temperature,
             phase="train",
+            with_greedy=NEEDS.get(self.config.algorithm.advantage.name) == "greedy",
+            first_place=first_place,
         )
 
     def start_evaluation(self, step: int, phase: str) -> None:
@@ -86,6 +89,7 @@ class RolloutSide:
         result: RolloutResult,
         batch: TrainingBatch,
         updates: Sequence[Mapping[str, float]],
+        critic_updates: Sequence[Mapping[str, float]],
         sync: Mapping[str, float],
         seconds: Mapping[str, float],
     ) -> dict[str, float]:
@@ -97,8 +101,9 @@ class RolloutSide:
             | dict(sync)
             | dict(seconds)
         )
-        for name in sorted({name for update in updates for name in update}):
-            values = [update[name] for update in updates if name in update]
+        everything = [*updates, *critic_updates]
+        for name in sorted({name for update in everything for name in update}):
+            values = [update[name] for update in everything if name in update]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
         # The gap between trainer and fleet is that of the first update: later ones train other weights.
         metrics |= {name: value for name, value in (updates[0] if updates else {}).items() if "logprob_gap" in name}

@@ -10,24 +10,26 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from megatron_agent.batching import Minibatch
+from megatron_agent.batching import BatchBuilder, Minibatch, TrainingBatch
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_layout import checkpoint_folder, runs_on_gpus, sync_backend
+from megatron_agent.credit import TokenScores, scores_for_credit
 from megatron_agent.errors import CheckpointError
 from megatron_agent.model_folders.registry import ensure_model_folder
 from megatron_agent.rollout_side import RolloutSide, open_rollout_side
 from parallel import checkpoint, process_groups
-from parallel.distribute import broadcast_object, scatter_microbatches
+from parallel.critic import CriticTrainer
+from parallel.distribute import broadcast_object, gather_shards, scatter_microbatches, scatter_shards
 from parallel.hf_export import export_hf
 from parallel.hf_folder import load_hf_weights
 from parallel.model import build_model, read_hf_config
 from parallel.optimizer import LrScheduler, build_optimizer
-from parallel.reference import ReferenceModel
+from parallel.reference import FrozenModel
 from parallel.train_step import PolicyTrainer
 from parallel.weight_sender import WeightSender
 from parallel.weight_source import MegatronWeightSource
@@ -35,16 +37,29 @@ from rollout.episodes import RolloutResult
 from trajectory.packing import PackedMicrobatch
 
 
+class CreditedRows(NamedTuple):
+    """This data rank's rows of a minibatch, ready for its updates."""
+
+    rows: list[PackedMicrobatch]
+    denominator: float
+    """Of the policy's loss, for the whole minibatch."""
+    num_values: float = 0.0
+    """Values that the critic is trained on, in the whole minibatch."""
+
+
 @dataclass(kw_only=True)
 class Session:
-    """One rank's parts of a run. `rollout` exists on rank 0 only; `policy` and `reference` where the run trains."""
+    """One rank's parts of a run. `rollout` and `batches` exist on rank 0 only; what trains, where the run trains."""
 
     config: ExperimentConfig
     model_chunks: list[nn.Module]
     rollout: RolloutSide | None
     sender: WeightSender
+    batches: BatchBuilder | None = None
     policy: PolicyTrainer | None = None
-    reference: ReferenceModel | None = None
+    reference: FrozenModel | None = None
+    teacher: FrozenModel | None = None
+    critic: CriticTrainer | None = None
     optimizer: Any = None
     scheduler: LrScheduler | None = None
     version: int = 0
@@ -53,10 +68,20 @@ class Session:
     def start_training(self) -> None:
         """Make the optimizer, whose fp32 masters copy the weights as they are now, and the policy trainer."""
         algorithm = self.config.algorithm
-        total_updates = self.config.run.steps * algorithm.epochs * algorithm.minibatches
+        critic = algorithm.critic
+        steps = self.config.run.steps
+        total_updates = (steps - (critic.warmup_steps if critic else 0)) * algorithm.epochs * algorithm.minibatches
         self.optimizer = build_optimizer(self.config, self.model_chunks)
         self.scheduler = LrScheduler(self.optimizer, self.config.optimizer, total_updates=total_updates)
         self.policy = PolicyTrainer(self.config, self.model_chunks, self.optimizer, self.scheduler)
+        if critic:
+            self.critic = CriticTrainer(self.config, total_updates=steps * critic.epochs * algorithm.minibatches)
+        if algorithm.kl.coef > 0:
+            self.reference = FrozenModel(self.config, self.config.model.path)
+        if algorithm.teacher:
+            self.teacher = FrozenModel(self.config, algorithm.teacher.path)
+        if self.rollout:
+            self.batches = BatchBuilder(self.config, **self.layout)
 
     def newest_checkpoint(self) -> Path | None:
         """Where this run goes on from, as run.resume says; None for a fresh start."""
@@ -74,10 +99,15 @@ class Session:
         """Continue from a checkpoint: weights, optimizer, schedule, RNG, data position, metrics. Returns its step."""
         assert self.scheduler is not None
         state = checkpoint.load(
-            path, model_chunks=self.model_chunks, optimizer=self.optimizer, scheduler=self.scheduler
+            path,
+            model_chunks=self.model_chunks,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            critic=self.critic,
         )
-        if self.rollout:
+        if self.rollout and self.batches:
             self.rollout.restore(state)
+            self.batches.load_state_dict(state["credit"])
         return state["step"]
 
     def load_policy(self, path: Path | None) -> int:
@@ -89,13 +119,17 @@ class Session:
     def save(self, step: int) -> None:
         """Write the checkpoint of `step`; the last `checkpoint.keep_last` stay."""
         assert self.scheduler is not None
+        own: dict[str, Any] = {}
+        if self.rollout and self.batches:
+            own = self.rollout.state_dict() | {"credit": self.batches.state_dict()}
         checkpoint.save(
             checkpoint_folder(self.config),
             step,
             model_chunks=self.model_chunks,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            extra_state={"step": step, **(self.rollout.state_dict() if self.rollout else {})},
+            critic=self.critic,
+            extra_state={"step": step, **own},
             keep_last=self.config.checkpoint.keep_last,
         )
 
@@ -135,21 +169,65 @@ class Session:
         self.version = version
         return self.sender.send(version)
 
-    def score(self, microbatches: list[PackedMicrobatch], *, old: bool) -> list[PackedMicrobatch]:
-        """The same rows with the log-probs that the loss needs beside the current ones."""
+    def score(
+        self, minibatches: list[tuple[list[PackedMicrobatch], float]], batch: TrainingBatch | None, *, on_policy: bool
+    ) -> tuple[list[CreditedRows], dict[str, float]]:
+        """The minibatches with what the updates need beside the rows, credit included, and the credit's metrics.
+
+        `on_policy` says that the only update trains the weights that acted: it computes their log-probs itself. Rank
+        0 passes the batch; the metrics are there only.
+        """
         assert self.policy is not None
-        if old:
-            logprobs = self.policy.compute_logprobs(microbatches)
-            microbatches = [replace(row, old_logprobs=v) for row, v in zip(microbatches, logprobs, strict=True)]
-        if self.reference:
-            logprobs = self.reference.compute_logprobs(microbatches)
-            microbatches = [replace(row, reference_logprobs=v) for row, v in zip(microbatches, logprobs, strict=True)]
-        return microbatches
+        wanted = scores_for_credit(self.config)
+        scored: list[list[PackedMicrobatch]] = []
+        scores: list[list[TokenScores]] = []
+        for rows, _ in minibatches:
+            found: dict[str, list[torch.Tensor]] = {}
+            if "old" in wanted or (not on_policy and self.config.algorithm.old_logprobs == "recompute"):
+                found["old"] = self.policy.compute_logprobs(rows)
+            if self.reference:
+                found["reference"] = self.reference.compute_logprobs(rows)
+            if self.teacher:
+                found["teacher"] = self.teacher.compute_logprobs(rows)
+            if self.critic:
+                found["values"] = self.critic.compute_values(rows)
+            per_row = [{name: values[index] for name, values in found.items()} for index in range(len(rows))]
+            scored.append([_with_scores(row, own) for row, own in zip(rows, per_row, strict=True)])
+            scores.append([{name: own[name] for name in wanted} for own in per_row])
+        denominators = [denominator for _, denominator in minibatches]
+        if not wanted or not minibatches:
+            return [CreditedRows(*both) for both in zip(scored, denominators, strict=True)], {}
+        return self._give_credit(scored, denominators, scores, batch)
+
+    def _give_credit(
+        self,
+        scored: list[list[PackedMicrobatch]],
+        denominators: list[float],
+        scores: list[list[TokenScores]],
+        batch: TrainingBatch | None,
+    ) -> tuple[list[CreditedRows], dict[str, float]]:
+        """Scores to rank 0, credit back to the ranks whose rows were scored."""
+        gathered = [gather_shards(own) for own in scores]
+        credit, metrics = None, {}
+        if self.batches and batch:
+            credit, metrics = self.batches.give_credit(batch, [own for own in gathered if own is not None])
+        credited = []
+        for index, rows in enumerate(scored):
+            own = scatter_shards(credit[index][0] if credit else None)
+            num_values = broadcast_object(credit[index][1] if credit else None)
+            filled = [row_credit.put_on(row) for row, row_credit in zip(rows, own, strict=True)]
+            credited.append(CreditedRows(filled, denominators[index], num_values))
+        return credited, metrics
 
     def update(self, microbatches: list[PackedMicrobatch], *, denominator: float, on_policy: bool) -> dict[str, float]:
         """One optimizer update; see PolicyTrainer.update."""
         assert self.policy is not None
         return self.policy.update(microbatches, denominator=denominator, on_policy=on_policy)
+
+    def update_critic(self, microbatches: list[PackedMicrobatch], *, denominator: float) -> dict[str, float]:
+        """One update of the critic; see CriticTrainer.update."""
+        assert self.critic is not None
+        return self.critic.update(microbatches, denominator=denominator)
 
     def compare(self, microbatches: list[PackedMicrobatch]) -> dict[str, float]:
         """The log-prob gap on rows that are not trained; see PolicyTrainer.compare."""
@@ -170,6 +248,15 @@ class Heartbeat:
         if time.monotonic() - self._last > self._every_s:
             broadcast_object(self.STATE)
             self._last = time.monotonic()
+
+
+def _with_scores(row: PackedMicrobatch, scores: TokenScores) -> PackedMicrobatch:
+    return replace(
+        row,
+        old_logprobs=scores.get("old"),
+        reference_logprobs=scores.get("reference"),
+        old_values=scores.get("values"),
+    )
 
 
 def share_minibatch(minibatch: Minibatch | None) -> tuple[list[PackedMicrobatch], float]:
@@ -197,10 +284,7 @@ def open_session(config: ExperimentConfig, *, for_training: bool = True, with_fl
             model_chunks, read_hf_config(config.model.path), to_all_ranks=sync_backend(config) == "ipc"
         )
         sender = WeightSender(source, config, rollout.fleet.sync_client() if rollout and rollout.fleet else None)
-        session = Session(config=config, model_chunks=model_chunks, rollout=rollout, sender=sender)
-        if for_training and config.algorithm.kl.coef > 0:
-            session.reference = ReferenceModel(config)
-        yield session
+        yield Session(config=config, model_chunks=model_chunks, rollout=rollout, sender=sender)
 
 
 def trainer_device(config: ExperimentConfig) -> torch.device:

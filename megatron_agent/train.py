@@ -1,6 +1,9 @@
 """The training loop. Every rank runs this file (SPMD, under torchrun); rank 0 also owns the rollout side.
 
-    rows -> episodes -> advantages -> packed rows -> old and reference log-probs -> updates -> weight sync -> rows
+    rows -> episodes -> credit -> packed rows -> old, reference, ... log-probs -> updates -> weight sync -> rows
+
+Where credit needs what models say of the tokens (a critic, a teacher, a KL in the reward), rows are packed and scored
+first.
 
 What a rank holds is set up in session.py; what rank 0 alone does is in rollout_side.py.
 """
@@ -8,13 +11,14 @@ What a rank holds is set up in session.py; what rank 0 alone does is in rollout_
 import argparse
 import sys
 
-from megatron_agent.batching import TrainingBatch, build_batch
+from megatron_agent.batching import TrainingBatch
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_layout import run_folder
+from megatron_agent.dynamic_sampling import play_training_rows
 from megatron_agent.evaluate import evaluate
 from megatron_agent.metrics import PhaseClock
 from megatron_agent.process import run_rank
-from megatron_agent.session import Session, open_session, share_minibatch
+from megatron_agent.session import CreditedRows, Session, open_session, share_minibatch
 from megatron_agent.warm_start import warm_start
 from parallel.distribute import broadcast_object
 from trajectory.packing import PackedMicrobatch
@@ -62,28 +66,49 @@ def train_step(session: Session, step: int) -> dict[str, float]:
     """Act, give credit, update, hand the new weights to the fleet. Returns the metrics on rank 0, {} elsewhere."""
     algorithm, clock = session.config.algorithm, PhaseClock()
     with clock("rollout"):
-        if session.rollout:
-            session.rollout.start_training_rows(step)
-        result = session.run_episodes(step=step, phase="train")
+        result = play_training_rows(session, step)
     with clock("credit"):
-        batch = build_batch(result.groups, session.config, **session.layout) if result else None
-        minibatches, untrained = share(batch)
+        batch = session.batches.build(result.groups, step=step) if session.batches and result else None
+        shared, untrained = share(batch)
     # Before the first update the policy is the one that acted, so its log-probs are the old ones.
-    on_policy = algorithm.epochs * len(minibatches) == 1
+    on_policy = algorithm.epochs * len(shared) == 1
     with clock("logprobs"):
-        minibatches = [(session.score(rows, old=not on_policy), denominator) for rows, denominator in minibatches]
+        minibatches, credit_metrics = session.score(shared, batch, on_policy=on_policy)
     with clock("update"):
-        updates = [
-            session.update(rows, denominator=denominator, on_policy=on_policy)
-            for _ in range(algorithm.epochs)
-            for rows, denominator in minibatches
-        ]
-        comparison = session.compare(untrained) if untrained else {}
+        frozen = algorithm.critic is not None and step <= algorithm.critic.warmup_steps
+        critic_updates = update_critic(session, minibatches)
+        updates = [] if frozen else update_policy(session, minibatches, on_policy=on_policy)
+        compared = minibatches[0].rows if frozen and minibatches else untrained
+        comparison = session.compare(compared) if compared else {}
     with clock("sync"):
         sync = session.sync_weights(version=step)
     if session.rollout is None or result is None or batch is None:
         return {}
-    return session.rollout.step_metrics(step, result, batch, updates, sync, clock.seconds) | comparison
+    metrics = session.rollout.step_metrics(step, result, batch, updates, critic_updates, sync, clock.seconds)
+    return metrics | credit_metrics | comparison
+
+
+def update_policy(session: Session, minibatches: list[CreditedRows], *, on_policy: bool) -> list[dict[str, float]]:
+    """All updates of a rollout batch, or those until the policy is algorithm.target_kl from the old one."""
+    target_kl = session.config.algorithm.target_kl
+    updates: list[dict[str, float]] = []
+    for _ in range(session.config.algorithm.epochs):
+        for rows, denominator, _ in minibatches:
+            updates.append(session.update(rows, denominator=denominator, on_policy=on_policy))
+            if target_kl is not None and updates[-1]["approx_kl"] > target_kl:
+                return updates
+    return updates
+
+
+def update_critic(session: Session, minibatches: list[CreditedRows]) -> list[dict[str, float]]:
+    """The critic's updates on a rollout batch; none without a critic."""
+    critic = session.config.algorithm.critic
+    return [
+        session.update_critic(rows, denominator=num_values)
+        for _ in range(critic.epochs if critic else 0)
+        for rows, _, num_values in minibatches
+        if num_values > 0
+    ]
 
 
 def share(batch: TrainingBatch | None) -> tuple[list[tuple[list[PackedMicrobatch], float]], list[PackedMicrobatch]]:

@@ -50,14 +50,14 @@ def _sample(renderer: TemplateRenderer, record: Any, *, index: int, where: str) 
         raise DataError(f"{where}: a demonstration has `messages` with at least one of the assistant")
     ids, mask = renderer.demonstration(messages, record.get("tools") or [])
     loss_mask = np.array(mask)
-    zeros = np.zeros(len(ids), dtype=np.float32)
     return Sample(
         trajectory_index=index,
+        first_trained=0,
         token_ids=np.array(ids, dtype=np.int64),
         loss_mask=loss_mask,
+        value_mask=loss_mask,
         step_index=np.where(loss_mask, 0, -1).astype(np.int32),
-        rollout_logprobs=zeros,
-        advantages=zeros,
+        rollout_logprobs=np.zeros(len(ids), dtype=np.float32),
         loss_weights=loss_mask.astype(np.float32),
     )
 

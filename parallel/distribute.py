@@ -30,17 +30,23 @@ def scatter_microbatches(per_data_rank: list[list[PackedMicrobatch]] | None) -> 
     Raises ValueError on rank 0 where the plan does not fit: one list per data-parallel rank, all of one
     length, so that every rank runs the same collectives.
     """
+    if per_data_rank is not None:
+        _check_plan(per_data_rank, num_data_ranks=process_groups.data_size())
+        per_data_rank = [[_compact(microbatch) for microbatch in shard] for shard in per_data_rank]
+    return scatter_shards(per_data_rank)
+
+
+def scatter_shards(per_data_rank: list[T] | None) -> T:
+    """This data rank's entry of what rank 0 passes, on every rank of its model copy. Collective."""
     leaders = _leaders()
-    mine: list[list[PackedMicrobatch] | None] = [None]
+    mine: list[T | None] = [None]
     if dist.get_rank() == 0:
-        assert per_data_rank is not None, "rank 0 has to pass the plan"
-        _check_plan(per_data_rank, num_data_ranks=len(leaders))
+        assert per_data_rank is not None, "rank 0 has to pass what is handed out"
         for leader, shard in zip(leaders, per_data_rank, strict=True):
-            compact = [_compact(microbatch) for microbatch in shard]
             if leader == 0:
-                mine = [compact]
+                mine = [shard]
             else:
-                dist.send_object_list([compact], dst=leader, group=process_groups.cpu_group())
+                dist.send_object_list([shard], dst=leader, group=process_groups.cpu_group())
     elif dist.get_rank() in leaders:
         dist.recv_object_list(mine, src=0, group=process_groups.cpu_group())
     group = process_groups.model_parallel_group()
@@ -48,8 +54,26 @@ def scatter_microbatches(per_data_rank: list[list[PackedMicrobatch]] | None) -> 
         dist.broadcast_object_list(
             mine, src=leaders[process_groups.data_rank()], group=group, device=process_groups.device()
         )
-    assert mine[0] is not None
-    return mine[0]
+    return mine[0]  # pyright: ignore[reportReturnType]
+
+
+def gather_shards(shard: T) -> list[T] | None:
+    """What each data rank passes, in order, on rank 0; None elsewhere. The ranks of a model copy hold equal ones.
+
+    Collective.
+    """
+    leaders = _leaders()
+    if dist.get_rank() != 0:
+        if dist.get_rank() in leaders:
+            dist.send_object_list([shard], dst=0, group=process_groups.cpu_group())
+        return None
+    gathered = []
+    for leader in leaders:
+        received: list[T] = [shard]
+        if leader != 0:
+            dist.recv_object_list(received, src=leader, group=process_groups.cpu_group())
+        gathered.append(received[0])
+    return gathered
 
 
 def _leaders() -> list[int]:
@@ -79,4 +103,4 @@ def _compact(microbatch: PackedMicrobatch) -> PackedMicrobatch:
         for name, value in tensors.items()
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes
     }
-    return replace(microbatch, **sliced)
+    return replace(microbatch, trained_index=None, **sliced)

@@ -84,9 +84,11 @@ def learning_rate(update: int, *, options: OptimizerConfig, peak: float, total_u
         return peak * (update + 1) / (options.warmup_updates + 1)
     if options.schedule == "constant":
         return peak
-    decay_updates = max(1, total_updates - 1 - options.warmup_updates)
-    progress = min(1.0, (update - options.warmup_updates) / decay_updates)
-    remaining = 1.0 - progress if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    start = options.warmup_updates
+    if options.schedule == "wsd":  # the first update below the peak comes right after the stable ones
+        start = max(start, total_updates - 1 - round(options.decay_frac * total_updates))
+    progress = min(1.0, max(0, update - start) / max(1, total_updates - 1 - start))
+    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if options.schedule == "cosine" else 1.0 - progress
     return peak * (options.min_lr_frac + (1.0 - options.min_lr_frac) * remaining)
 
 

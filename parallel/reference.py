@@ -1,4 +1,7 @@
-"""The frozen reference model of the KL term: the base model's weights, never those of a resumed policy."""
+"""Frozen models that score the policy's tokens: the reference of the KL term, and a teacher.
+
+The reference has the base model's weights, never those of a resumed policy.
+"""
 
 import torch
 
@@ -10,15 +13,15 @@ from parallel.model import build_model, read_hf_config
 from trajectory.packing import PackedMicrobatch
 
 
-class ReferenceModel:
-    """Scores tokens with the base model. Its weights wait in host memory and visit the device to score."""
+class FrozenModel:
+    """Scores tokens with the weights of an HF folder, which wait in host memory and visit the device to score."""
 
-    def __init__(self, config: ExperimentConfig):
-        """Collective: every rank builds and loads its part of `model.path`."""
+    def __init__(self, config: ExperimentConfig, folder: str):
+        """Collective: every rank builds and loads its part of the model in `folder`."""
         self._temperature = config.rollout.temperature
-        self._vocab_size = read_hf_config(config.model.path).vocab_size
-        self._chunks = build_model(config.model.path, config=config, for_training=False)
-        load_hf_weights(self._chunks, config.model.path)
+        self._vocab_size = read_hf_config(folder).vocab_size
+        self._chunks = build_model(folder, config=config, for_training=False)
+        load_hf_weights(self._chunks, folder)
         self._move_to(torch.device("cpu"))
 
     def compute_logprobs(self, microbatches: list[PackedMicrobatch]) -> list[torch.Tensor]:

@@ -146,7 +146,7 @@ class RolloutManager:
         self._start_runners(range(config.rollout.runners))
         self._waiting: list[EpisodeRequest] = []
         self._finished: dict[str, Trajectory] = {}
-        self._order: list[tuple[str, list[str]]] = []
+        self._order: list[tuple[str, list[str], str | None]] = []
         self._started = 0.0
         self._num_retries = 0
 
@@ -167,23 +167,31 @@ class RolloutManager:
             raise FleetError(f"an episode runner could not start: {last_line(error)}") from error
 
     def start(
-        self, rows: Sequence[Row], *, step: int, group_size: int, temperature: float, phase: str = "train"
+        self,
+        rows: Sequence[Row],
+        *,
+        step: int,
+        group_size: int,
+        temperature: float,
+        phase: str = "train",
+        with_greedy: bool = False,
+        first_place: int = 0,
     ) -> None:
-        """Queue `group_size` episodes of every row; `run` plays them."""
+        """Queue `group_size` episodes of every row; `run` plays them.
+
+        `with_greedy` adds one episode of each row without sampling, the group's `greedy`. `first_place` is the number
+        of rows that were started for the same step and phase before.
+        """
         self._waiting, self._finished, self._order, self._num_retries = [], {}, [], 0
         self._started = time.monotonic()
-        for place, row in enumerate(rows):
+        for place, row in enumerate(rows, start=first_place):
             group_id = f"{phase}-{step}-{place}-row{row.index}"
             ids = [f"{group_id}-{sample}" for sample in range(group_size)]
-            self._order.append((group_id, ids))
+            greedy = f"{group_id}-greedy" if with_greedy else None
+            self._order.append((group_id, ids, greedy))
+            played = [(key, temperature) for key in ids] + ([(greedy, 0.0)] if greedy else [])
             self._waiting += [
-                EpisodeRequest(
-                    row=row,
-                    group_id=group_id,
-                    trajectory_id=trajectory_id,
-                    temperature=temperature,
-                )
-                for trajectory_id in ids
+                EpisodeRequest(row=row, group_id=group_id, trajectory_id=key, temperature=own) for key, own in played
             ]
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> RolloutResult | None:
@@ -243,8 +251,12 @@ class RolloutManager:
 
     def _result(self) -> RolloutResult:
         groups = [
-            TrajectoryGroup(group_id=group_id, trajectories=tuple(self._finished[key] for key in ids))
-            for group_id, ids in self._order
+            TrajectoryGroup(
+                group_id=group_id,
+                trajectories=tuple(self._finished[key] for key in ids),
+                greedy=self._finished[greedy] if greedy else None,
+            )
+            for group_id, ids, greedy in self._order
         ]
         failed = [t for t in self._finished.values() if t.status is TrajectoryStatus.ENV_FAILED]
         if len(failed) > self._config.rollout.max_failed_frac * len(self._finished):

@@ -12,6 +12,8 @@ import numpy as np
 from trajectory.steps import ContextChange, Step, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus
 
 FILE_NAME = "trajectories.jsonl"
+GREEDY_PHASE = "greedy"
+"""Of the episodes that were played without sampling, as baselines of training groups."""
 
 
 class TrajectoryRecorder:
@@ -22,11 +24,13 @@ class TrajectoryRecorder:
         self.path = run_dir / file_name
 
     def write(self, groups: Sequence[TrajectoryGroup], *, step: int, phase: str) -> None:
-        """Append all episodes of `groups`."""
+        """Append all episodes of `groups`; the greedy ones have a phase of their own."""
         with self.path.open("a", encoding="utf-8") as file:
             for group in groups:
-                for trajectory in group.trajectories:
-                    record = {"step": step, "phase": phase, **asdict(trajectory)}
+                played = [(phase, trajectory) for trajectory in group.trajectories]
+                played += [(GREEDY_PHASE, group.greedy)] if group.greedy else []
+                for own_phase, trajectory in played:
+                    record = {"step": step, "phase": own_phase, **asdict(trajectory)}
                     file.write(json.dumps(record, default=_plain, ensure_ascii=False) + "\n")
 
 
@@ -44,6 +48,7 @@ def read_trajectories(path: Path) -> Generator[tuple[int, str, Trajectory]]:
 
 
 def _step(fields: dict[str, Any]) -> Step:
+    next_prompt = fields.get("next_prompt_ids")
     return Step(
         **fields
         | {
@@ -51,6 +56,7 @@ def _step(fields: dict[str, Any]) -> Step:
             "response_ids": np.array(fields["response_ids"], dtype=np.int32),
             "rollout_logprobs": np.array(fields["rollout_logprobs"], dtype=np.float32),
             "response_mask": np.array(fields["response_mask"], dtype=bool),
+            "next_prompt_ids": None if next_prompt is None else np.array(next_prompt, dtype=np.int32),
             "stop_reason": StopReason(fields["stop_reason"]),
             "context_change": ContextChange(fields["context_change"]),
         }

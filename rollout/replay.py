@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_agent.data import Row
 from megatron_agent.errors import DataError
 from rollout.episodes import RolloutResult
-from rollout.recorder import read_trajectories
+from rollout.recorder import GREEDY_PHASE, read_trajectories
 from trajectory.steps import Trajectory, TrajectoryGroup
 
 
@@ -27,9 +27,17 @@ class RecordedEpisodes:
         self._phase = ""
 
     def start(
-        self, rows: Sequence[Row], *, step: int, group_size: int, temperature: float, phase: str = "train"
+        self,
+        rows: Sequence[Row],
+        *,
+        step: int,
+        group_size: int,
+        temperature: float,
+        phase: str = "train",
+        with_greedy: bool = False,
+        first_place: int = 0,
     ) -> None:
-        """Choose the step that `run` gives; rows, group size and temperature are those of the recording."""
+        """Choose the step that `run` gives; everything else is as it was recorded."""
         self._step, self._phase = step, phase
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> RolloutResult | None:
@@ -39,13 +47,20 @@ class RecordedEpisodes:
         if self._phase == "train" and not trajectories:
             raise DataError(f"rollout.replay {self._path}: no episodes of training step {self._step}; lower run.steps")
         members: dict[str, list[Trajectory]] = {}
-        for trajectory in trajectories:
-            members.setdefault(trajectory.group_id, []).append(trajectory)
-        groups = [TrajectoryGroup(group_id=key, trajectories=tuple(group)) for key, group in members.items()]
+        greedy: dict[str, Trajectory] = {}
+        for phase, trajectory in trajectories:
+            if phase == GREEDY_PHASE:
+                greedy[trajectory.group_id] = trajectory
+            else:
+                members.setdefault(trajectory.group_id, []).append(trajectory)
+        groups = [
+            TrajectoryGroup(group_id=key, trajectories=tuple(group), greedy=greedy.get(key))
+            for key, group in members.items()
+        ]
         return RolloutResult(groups=groups, seconds=0.0, num_retries=0)
 
-    def _read(self) -> list[Trajectory]:
-        """The episodes of this training step; earlier ones are passed over."""
+    def _read(self) -> list[tuple[str, Trajectory]]:
+        """The episodes of this training step with their phases; earlier ones are passed over."""
         found = []
         while True:
             record = self._ahead or next(self._records, None)
@@ -56,8 +71,8 @@ class RecordedEpisodes:
             if step > self._step:
                 self._ahead = record
                 return found
-            if step == self._step and phase == "train":
-                found.append(trajectory)
+            if step == self._step and phase in ("train", GREEDY_PHASE):
+                found.append((phase, trajectory))
 
     def shutdown(self) -> None:
         """Close the file."""

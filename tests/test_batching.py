@@ -1,12 +1,14 @@
 """From groups to minibatches: denominators, drops, splits."""
 
+import json
 import time
 
 import numpy as np
 import pytest
+import torch
 from made_records import make_group, make_step, make_trajectory, one_step_group
 
-from megatron_agent.batching import build_batch
+from megatron_agent.batching import BatchBuilder
 from megatron_agent.config import ExperimentConfig
 from trajectory.steps import ContextChange, TrajectoryStatus
 
@@ -24,7 +26,8 @@ def config(tokens_per_row: int = 64, **algorithm) -> ExperimentConfig:
 
 
 def build(groups, *, data_parallel_size: int = 1, pad_multiple: int = 1, **options):
-    return build_batch(groups, config(**options), data_parallel_size=data_parallel_size, pad_multiple=pad_multiple)
+    builder = BatchBuilder(config(**options), data_parallel_size=data_parallel_size, pad_multiple=pad_multiple)
+    return builder.build(groups, step=1)
 
 
 def rows(minibatch):
@@ -153,3 +156,101 @@ def test_4096_trajectories_take_seconds():
     assert time.process_time() - started < 5
     assert batch.metrics["packed_tokens"] > 1_000_000
     assert batch.metrics["padding_frac"] < 0.01
+
+
+def test_step_group_and_constant_denominators():
+    long = make_trajectory(
+        make_step([1], range(6)), make_step([*range(1), *range(6), 9], [1, 2], terminated=True), reward=1
+    )
+    short = make_trajectory(make_step([1], range(2), terminated=True), reward=0)
+    groups = [make_group(long, short), one_step_group(1, 0, num_tokens=5)]
+
+    def built(**loss):
+        (minibatch,) = build(groups, loss=loss).minibatches
+        return minibatch.denominator, loss_weight(minibatch)
+
+    assert built(denominator="step") == (5, pytest.approx(5))
+    assert built(denominator="prompt_group") == (2, pytest.approx(2))
+    assert built(denominator="constant", constant_tokens=100) == (400, 20)
+    assert built(denominator="constant")[0] == 4 * 8 * 256  # agent.max_steps x agent.max_response_tokens
+
+
+def test_a_minibatch_counts_its_own_part_of_a_group():
+    groups = [one_step_group(1, 0, 1, num_tokens=4)]
+    first, second = build(groups, minibatches=2, loss={"denominator": "prompt_group"}).minibatches
+    assert (first.denominator, loss_weight(first)) == (1, pytest.approx(1))
+    assert (second.denominator, loss_weight(second)) == (1, pytest.approx(1))
+
+
+def with_critic(**options):
+    return BatchBuilder(
+        config(advantage={"name": "gae_token"}, critic={"lr": 1e-3}, **options),
+        data_parallel_size=2,
+        pad_multiple=2,
+    )
+
+
+def forked_and_truncated():
+    """Values of the states before tokens 0, 1 | 2 | 3 of the first trajectory, 4, 5, 6 of the second."""
+    forked = make_trajectory(
+        make_step([1, 2], [3, 4]),
+        make_step([1, 2, 3, 4, 5], [6]),
+        make_step([7], [8], context_change=ContextChange.FORK, truncated=True),
+    )
+    return [make_group(forked, make_trajectory(make_step([1], [2, 3, 4], terminated=True), reward=1.0))]
+
+
+def test_credit_that_needs_scores_waits_for_them():
+    builder = with_critic(minibatches=2, tokens_per_row=6)
+    batch = builder.build(forked_and_truncated(), step=1)
+    assert len(batch.minibatches) == 2
+    assert not any(row.advantages.any() for minibatch in batch.minibatches for row in rows(minibatch))
+    value_of = {(0, 0, 2): 0.1, (0, 0, 3): 0.2, (0, 1, 5): 0.3, (0, 2, 1): 0.4, (0, -1, 2): 0.7}
+    value_of |= {(1, 0, 1): 0.5, (1, 0, 2): 0.6, (1, 0, 3): 0.8}
+    scores = [
+        [[{"values": scored(row, value_of)} for row in shard] for shard in minibatch.per_data_rank]
+        for minibatch in batch.minibatches
+    ]
+    credit, metrics = builder.give_credit(batch, scores)
+    found = {}
+    for minibatch, (shards, num_values) in zip(batch.minibatches, credit, strict=True):
+        own = [
+            (row, given)
+            for shard, many in zip(minibatch.per_data_rank, shards, strict=False)
+            for row, given in zip(shard, many, strict=False)
+        ]
+        assert num_values == sum(int(row.loss_mask.sum()) for row, _ in own)
+        for row, given in own:
+            for key, place in keys_of(row):
+                found[key] = (round(float(given.advantages[place]), 5), round(float(given.value_targets[place]), 5))
+    assert found == {
+        (0, 0, 2): (0.6, 0.7), (0, 0, 3): (0.5, 0.7), (0, 1, 5): (0.4, 0.7), (0, 2, 1): (0.3, 0.7),
+        (1, 0, 1): (0.5, 1.0), (1, 0, 2): (0.4, 1.0), (1, 0, 3): (0.2, 1.0),
+    }  # fmt: skip
+    assert metrics["advantage_abs_max"] == pytest.approx(0.6)
+
+
+def keys_of(row, mask_name="loss_mask"):
+    """(trajectory, step, position in its segment) of each token that a mask names, and its place in the row."""
+    mask = getattr(row, mask_name)
+    for place in mask.nonzero().flatten().tolist():
+        key = (int(row.trajectory_index[place]), int(row.step_index[place]), int(row.position_ids[place]))
+        yield key, place
+
+
+def scored(row, value_of):
+    values = torch.full((row.num_tokens,), 99.0)
+    for key, place in keys_of(row, "value_mask"):
+        values[place] = value_of[key]
+    return values
+
+
+def test_running_statistics_survive_a_restart():
+    options = {"reward": {"normalise": "running_std"}}
+    first = BatchBuilder(config(**options), data_parallel_size=1, pad_multiple=1)
+    first.build([one_step_group(4, 0)], step=1)
+    second = BatchBuilder(config(**options), data_parallel_size=1, pad_multiple=1)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for builder in (first, second):
+        builder.build([one_step_group(1, 0)], step=2)
+    assert first.state_dict() == second.state_dict()

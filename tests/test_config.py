@@ -205,7 +205,7 @@ def test_overrides_go_over_the_file(experiment):
     [
         (["rollout.tempurature=1"], "unknown key rollout.tempurature; did you mean 'temperature'?"),
         (["temperature=1"], "unknown key temperature; did you mean 'rollout.temperature' or 'eval.temperature'?"),
-        (["rollout.lr=1"], "unknown key rollout.lr; did you mean 'optimizer.lr' or 'sft.lr'?"),
+        (["rollout.lr=1"], "unknown key rollout.lr; did you mean 'algorithm.critic.lr' or 'optimizer.lr' or 'sft.lr'?"),
         (["roll.temperature=1"], "unknown key roll.temperature; did you mean 'rollout'?"),
         (["run.steps.more=1"], "run.steps is a value and has no key 'more'"),
         (["run.steps"], "write it as key.sub=value, for example run.steps=20"),
@@ -362,8 +362,55 @@ def test_devices(experiment, overrides, expected):
         (["rollout.top_p=0.9"], "rollout.top_p is 0.9: the engine would sample from a cut distribution"),
         (["rollout.top_k=20"], "rollout.top_k is 20: the engine would sample from a cut distribution"),
         (["rollout.engine_args.seed=3"], "rollout.engine_args.seed is set by run.seed; remove it here"),
-        (["algorithm.advantage.name=gpro"], "algorithm.advantage.name: there is no 'gpro'; did you mean 'grpo'?"),
-        (["algorithm.loss.name=ppo_clp"], "algorithm.loss.name: there is no 'ppo_clp'; did you mean 'ppo_clip'?"),
+        (
+            ["algorithm.advantage.name=gpro"],
+            "algorithm.advantage.name: there is no 'gpro' (one of your own is package.module:name)",
+        ),
+        (
+            ["algorithm.loss.name=ppo_clp"],
+            "algorithm.loss.name: there is no 'ppo_clp' (one of your own is package.module:name)",
+        ),
+        (["algorithm.advantage.name=gpro"], "did you mean 'grpo'?"),
+        (["algorithm.advantage.gamma=0.9"], "algorithm.advantage.gamma is not an option of grpo: it takes std, eps"),
+        (["algorithm.advantage.args={a: 1}"], "algorithm.advantage.args are for one of your own"),
+        (
+            ["algorithm.advantage.name=gae_step"],
+            "gae_step reads the values of a critic; add a section algorithm.critic",
+        ),
+        (["algorithm.advantage.name=opd"], "opd distils from a teacher; add a section algorithm.teacher"),
+        (["algorithm.critic={lr: 1.0e-5}"], "algorithm.critic has no effect with grpo; remove it or use gae_step"),
+        (["algorithm.teacher={path: t}"], "algorithm.teacher has no effect with grpo; remove it or use opd"),
+        (["algorithm.teacher={path: t}"], "algorithm.teacher.path t has no config.json"),
+        (
+            ["algorithm.advantage.name=gae_step", "algorithm.critic={warmup_steps: 100}"],
+            "algorithm.critic.warmup_steps 100 leaves the policy no step of run.steps 100; lower it",
+        ),
+        (
+            ["algorithm.correction.tis=token", "algorithm.old_logprobs=rollout"],
+            "algorithm.old_logprobs rollout takes the engine's for both",
+        ),
+        (
+            ["algorithm.loss.name=gspo", "algorithm.correction.tis=token"],
+            "the ratio of gspo is that of a whole sequence; use algorithm.correction.tis sequence",
+        ),
+        (
+            ["algorithm.loss.name=step_gspo", "algorithm.correction.tis=token"],
+            "the ratio of step_gspo is that of a whole step; use algorithm.correction.tis step",
+        ),
+        (
+            ["algorithm.loss.name=reinforce", "algorithm.epochs=2"],
+            "reinforce has no ratio, so it is right for one update",
+        ),
+        (["algorithm.loss.tau_positive=1"], "algorithm.loss.tau_positive is not an option of ppo_clip"),
+        (
+            ["algorithm.loss.constant_tokens=9"],
+            "algorithm.loss.constant_tokens has no effect: the denominator is token",
+        ),
+        (
+            ["algorithm.reward.overlong.buffer_tokens=1000"],
+            "algorithm.reward.overlong.buffer_tokens 1000 is more than agent.max_response_tokens 256; lower it",
+        ),
+        (["rollout.group_size=1"], "rollout.group_size is 1, but grpo compares the episodes of a group"),
         (["algorithm.loss.clip_low=1.5", "algorithm.epochs=2"], "a ratio is never below 0; use a number under 1"),
         (["algorithm.loss.dual_clip=0.5", "algorithm.epochs=2"], "it is a bound on the ratio, above 1"),
         (["agent.tool_format=hermess"], "agent.tool_format: there is no 'hermess'; did you mean 'hermes'?"),

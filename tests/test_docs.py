@@ -181,7 +181,6 @@ def test_the_reward_adds_its_parts(folder: Path) -> None:
 
 
 def test_each_fork_is_a_sequence_of_its_own(folder: Path) -> None:
-    import numpy as np
 
     row = load_rows("guess:rows", {})[4]
     model = ScriptedModel(*[f"{guess}{END}" for guess in (1, 9, 2, 8, 3)])
@@ -191,7 +190,7 @@ def test_each_fork_is_a_sequence_of_its_own(folder: Path) -> None:
     assert trajectory.steps[-1].stop_reason is StopReason.MAX_STEPS
     assert (trajectory.status, trajectory.success) == (TrajectoryStatus.TRUNCATED, False)
     assert model.prompts[1] == model.prompts[3], "only the newest observation is shown"
-    samples = merge_steps(trajectory, trajectory_index=0, step_advantages=np.ones(5))
+    samples = merge_steps(trajectory, trajectory_index=0)
     assert [len(sample.token_ids) for sample in samples] == [
         len(step.prompt_ids) + len(step.response_ids) for step in trajectory.steps
     ]

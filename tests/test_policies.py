@@ -11,6 +11,7 @@ import pytest
 
 from megatron_agent.config_check import check_config
 from megatron_agent.config_loading import load_config
+from megatron_agent.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("megatron_agent", "parallel", "rollout", "trajectory", "launch")
@@ -24,6 +25,8 @@ ASSEMBLY = {
     "megatron_agent.chat",
     "megatron_agent.cli",
     "megatron_agent.console",
+    "megatron_agent.credit",
+    "megatron_agent.dynamic_sampling",
     "megatron_agent.evaluate",
     "megatron_agent.export",
     "megatron_agent.metrics",
@@ -56,6 +59,9 @@ MAY_IMPORT = {
 }
 """Part of the code -> parts or modules that it may import."""
 HEAVY = ("torch", "vllm", "megatron", "ray", "transformers")
+TEACHER_MISSING = (
+    "algorithm.teacher.path {path} has no config.json; point it at an HF folder (checkpoint.export_hf writes a run's)"
+)
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 80
 
@@ -151,7 +157,14 @@ def test_every_package_is_installed():
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "yaml_configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_experiments_pass(path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)  # their paths are relative
-    check_config(load_config(path))
+    config = load_config(path)
+    teacher = config.algorithm.teacher
+    if teacher and not Path(teacher.path).exists():  # what another experiment leaves
+        with pytest.raises(ConfigError) as error:
+            check_config(config)
+        assert str(error.value) == TEACHER_MISSING.format(path=teacher.path)
+    else:
+        check_config(config)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,11 +1,12 @@
 """Packed rows: the record that the trainer's forward and backward pass consumes, and the plan that fills it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from trajectory.advantages.inputs import Credit
 from trajectory.row_plan import assign_rows
 from trajectory.samples import Sample
 
@@ -14,7 +15,7 @@ from trajectory.samples import Sample
 class PackedMicrobatch:
     """One row of T tokens. Each per-token value sits at the index of the token it is about.
 
-    The shift by one (the logits at t-1 predict token t) happens only in parallel/logprobs.py. All
+    The shift by one (the logits at t-1 predict token t) happens only in parallel/logprobs.py, and for values in parallel/value_head.py. All
     tensors are on CPU. Padding is the row's last segment; it is never trained.
     """
 
@@ -31,7 +32,7 @@ class PackedMicrobatch:
     trajectory_index: torch.Tensor
     """int32 [T]; row of the token's trajectory in the batch; -1 in the padding."""
     advantages: torch.Tensor
-    """float32 [T]; 0 where loss_mask is False."""
+    """float32 [T]; 0 where loss_mask is False, and everywhere until credit was given."""
     loss_weights: torch.Tensor
     """float32 [T]; factor of the token's loss term before the division by the batch's denominator; 0 where masked."""
     rollout_logprobs: torch.Tensor
@@ -52,11 +53,46 @@ class PackedMicrobatch:
     """float32 [T]; factor of each value's loss term, 0 where the critic is not trained; None until computed."""
     num_padding: int = 0
     """Padding tokens at the row's end."""
+    trained_index: np.ndarray | None = None
+    """int64, one entry per trained token of the row, in order: which of its trajectory's trained tokens it is. Stays
+    where the row was packed."""
 
     @property
     def num_tokens(self) -> int:
         """T, padding included."""
         return self.token_ids.numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCredit:
+    """The credit of one packed row: what PackedMicrobatch's fields of the same names hold."""
+
+    advantages: torch.Tensor
+    value_targets: torch.Tensor | None
+    value_weights: torch.Tensor | None
+
+    @classmethod
+    def on_row(cls, row: PackedMicrobatch, credit: Credit, token_index: np.ndarray) -> "RowCredit":
+        """Put the credit of the row's trained tokens where they are; `token_index` says which of the batch's tokens
+        each of them is."""
+        values = [credit.advantages]
+        if credit.value_targets is not None:
+            mask = credit.value_mask
+            values += [credit.value_targets, np.ones(len(credit.value_targets)) if mask is None else mask]
+        rows = [torch.zeros(row.num_tokens, dtype=torch.float32) for _ in values]
+        for target, of_tokens in zip(rows, values, strict=True):
+            target[row.loss_mask] = torch.from_numpy(of_tokens[token_index]).to(torch.float32)
+        return cls(
+            advantages=rows[0],
+            value_targets=rows[1] if len(rows) > 1 else None,
+            value_weights=rows[2] if len(rows) > 1 else None,
+        )
+
+    def put_on(self, row: PackedMicrobatch) -> PackedMicrobatch:
+        """The row with this credit."""
+        return replace(
+            row, advantages=self.advantages, value_targets=self.value_targets, value_weights=self.value_weights
+        )
 
 
 def plan_microbatches(
@@ -91,10 +127,14 @@ def _pack(samples: Sequence[Sample], pad_multiple: int) -> PackedMicrobatch:
         trajectory_index=_row(
             [np.full(s.num_tokens, s.trajectory_index) for s in samples], num_padding, torch.int32, -1
         ),
-        advantages=_row([s.advantages for s in samples], num_padding, torch.float32, 0),
+        advantages=torch.zeros(used + num_padding, dtype=torch.float32),
         loss_weights=_row([s.loss_weights for s in samples], num_padding, torch.float32, 0),
         rollout_logprobs=_row([s.rollout_logprobs for s in samples], num_padding, torch.float32, 0),
+        value_mask=_row([s.value_mask for s in samples], num_padding, torch.bool, False),
         num_padding=num_padding,
+        trained_index=np.concatenate(
+            [np.zeros(0, dtype=np.int64), *(s.first_trained + np.arange(s.loss_mask.sum()) for s in samples)]
+        ),
     )
 
 

@@ -1,14 +1,19 @@
 """Samples: the token sequences that a trajectory's steps were, each token trained once.
 
 Steps that extend one another token by token become one sample; where history was rewritten a new sample starts
-and carries only its own response tokens as trained.
+and carries only its own response tokens as trained. The trained tokens of a sample are neighbours among those of its
+trajectory, so where the first of them stands says where all do.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from trajectory.steps import ContextChange, Step, Trajectory
+
+MARKER_ID = 0
+"""Token id of the marker behind a next observation; nothing attends to it, and its own id is never read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,15 +22,17 @@ class Sample:
 
     trajectory_index: int
     """Row of the trajectory in the batch."""
+    first_trained: int
+    """Number of the sample's first trained token among those of its trajectory."""
     token_ids: np.ndarray
     """int64 [L]."""
     loss_mask: np.ndarray
     """bool [L]; True where the model sampled the token."""
+    value_mask: np.ndarray
+    """bool [L]; loss_mask, and True at the marker, whose value is that of the next observation."""
     step_index: np.ndarray
     """int32 [L]; the step that sampled the token; -1 where masked."""
     rollout_logprobs: np.ndarray
-    """float32 [L]; 0 where masked."""
-    advantages: np.ndarray
     """float32 [L]; 0 where masked."""
     loss_weights: np.ndarray
     """float32 [L]; factor of each token's loss term; 0 where masked."""
@@ -37,23 +44,51 @@ class Sample:
 
 
 def merge_steps(
-    trajectory: Trajectory, *, trajectory_index: int, step_advantages: np.ndarray, loss_weight: float = 1.0
+    trajectory: Trajectory,
+    *,
+    trajectory_index: int,
+    step_weights: np.ndarray | None = None,
+    mark_next: bool = False,
 ) -> list[Sample]:
     """The trajectory's samples, in order. Every response token of every step is trained exactly once.
 
-    `step_advantages` [T] holds one advantage per step, put on each of its trained tokens; `loss_weight` is the
-    factor of every trained token's loss term.
+    `step_weights` [T] holds the factor of the loss terms of each step's tokens (default 1). With `mark_next` a
+    truncated trajectory is followed by what the agent would have seen next and a marker, for a critic to read there.
     """
+    steps = list(trajectory.steps)
+    weights = np.ones(len(steps)) if step_weights is None else step_weights
+    if mark_next and steps and steps[-1].truncated:
+        steps.append(_marker_step(steps[-1]))
+        weights = np.append(weights, 0.0)
     samples: list[Sample] = []
     run: list[tuple[int, Step]] = []
-    for index, step in enumerate(trajectory.steps):
+    first_trained = 0
+    for index, step in enumerate(steps):
         if run and not _extends(run[-1][1], step):
-            samples.append(_sample(run, trajectory_index, step_advantages, loss_weight))
+            samples.append(_sample(run, trajectory_index, first_trained, weights))
+            first_trained += int(samples[-1].loss_mask.sum())
             run = []
         run.append((index, step))
     if run:
-        samples.append(_sample(run, trajectory_index, step_advantages, loss_weight))
+        samples.append(_sample(run, trajectory_index, first_trained, weights))
+    if len(steps) > len(trajectory.steps):
+        samples[-1].value_mask[-1] = True
     return samples
+
+
+def _marker_step(last: Step) -> Step:
+    """A step in which nothing was sampled: the next prompt, or the last prompt with its response, and the marker."""
+    prompt_ids = last.next_prompt_ids
+    if prompt_ids is None:
+        prompt_ids = np.concatenate([last.prompt_ids, last.response_ids])
+    return Step(
+        prompt_ids=prompt_ids,
+        response_ids=np.array([MARKER_ID], dtype=np.int32),
+        rollout_logprobs=np.zeros(1, dtype=np.float32),
+        response_mask=np.zeros(1, dtype=bool),
+        policy_version=last.policy_version,
+        context_change=ContextChange.CLEAN,
+    )
 
 
 def _extends(previous: Step, step: Step) -> bool:
@@ -69,7 +104,7 @@ def _extends(previous: Step, step: Step) -> bool:
 
 
 def _sample(
-    run: list[tuple[int, Step]], trajectory_index: int, step_advantages: np.ndarray, loss_weight: float
+    run: Sequence[tuple[int, Step]], trajectory_index: int, first_trained: int, step_weights: np.ndarray
 ) -> Sample:
     last = run[-1][1]
     token_ids = np.concatenate([last.prompt_ids, last.response_ids]).astype(np.int64)
@@ -83,10 +118,11 @@ def _sample(
         rollout_logprobs[span] = np.where(step.response_mask, step.rollout_logprobs, 0.0)
     return Sample(
         trajectory_index=trajectory_index,
+        first_trained=first_trained,
         token_ids=token_ids,
         loss_mask=loss_mask,
+        value_mask=loss_mask.copy(),
         step_index=step_index,
         rollout_logprobs=rollout_logprobs,
-        advantages=np.where(loss_mask, step_advantages[step_index], 0.0).astype(np.float32),
-        loss_weights=np.where(loss_mask, loss_weight, 0.0).astype(np.float32),
+        loss_weights=np.where(loss_mask, step_weights[step_index], 0.0).astype(np.float32),
     )

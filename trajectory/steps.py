@@ -79,6 +79,8 @@ class Step:
     stop_reason: StopReason = StopReason.NONE
     next_observation: list[dict[str, Any]] | None = None
     """Only on the last step: what the agent would have seen next."""
+    next_prompt_ids: np.ndarray | None = None
+    """int32; only on a truncated last step: the prompt that the agent would have seen next, for a critic to value."""
     context_change: ContextChange = ContextChange.FIRST
     info: dict[str, Any] = field(default_factory=dict)
     """Counters of this step, for example tool_calls, tool_errors, bad_calls."""
@@ -137,3 +139,5 @@ class TrajectoryGroup:
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None = None
+    """An episode of the same prompt played without sampling, as a baseline; it is not trained on."""

@@ -64,6 +64,7 @@ class AgentEnv:
 
 
 ENVIRONMENTS = {
+    "decisive_step": "megatron_agent.envs.decisive_step:DecisiveStep",
     "frozen_lake": "megatron_agent.envs.frozen_lake:FrozenLake",
     "tool_env": "megatron_agent.envs.tool_env:ToolEnv",
 }

@@ -49,7 +49,7 @@ class FrozenLake(AgentEnv):
         return Observation(messages=[*row.prompt, {"role": "user", "content": text}])
 
     def step(self, action: Action) -> EnvStep:
-        move = next((word for word in re.findall(r"[a-z]+", action.text.lower()) if word in MOVES), None)
+        move = named_move(action.text)
         if move is None:
             return EnvStep(messages=self._message(int(self._env.s)), info={"bad_actions": 1})
         state, reward, terminated, truncated, _ = self._env.step(MOVES.index(move))
@@ -70,6 +70,11 @@ class FrozenLake(AgentEnv):
 
     def _describe(self, state: int) -> str:
         return f"at {_square_of(state, self._desc)}"
+
+
+def named_move(text: str) -> str | None:
+    """The first direction that a reply names; None where it names none."""
+    return next((word for word in re.findall(r"[a-z]+", text.lower()) if word in MOVES), None)
 
 
 def rows(*, desc: tuple[str, ...] | list[str] = DEFAULT_MAP) -> Iterator[dict[str, Any]]:

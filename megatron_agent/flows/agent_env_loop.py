@@ -51,13 +51,13 @@ class AgentEnvLoop(AgentFlowBase):
                 is_last=number == agent.max_steps,
             )
             next_prompt, next_change = prompt, change
-            if reason is StopReason.NONE:
+            if reason in (StopReason.NONE, StopReason.MAX_STEPS, StopReason.ENV_TRUNCATED):
                 following = [{"role": "assistant", "content": text}, *outcome.messages]
                 next_prompt, next_change = renderer.extend(
                     prompt, completion.token_ids, history, following, observation.tools
                 )
                 history = [*history, *following]
-                if len(next_prompt) >= agent.max_episode_tokens:
+                if reason is StopReason.NONE and len(next_prompt) >= agent.max_episode_tokens:
                     reason = StopReason.PROMPT_LENGTH
             context.steps.append(
                 Step(
@@ -73,6 +73,7 @@ class AgentEnvLoop(AgentFlowBase):
                     truncated=reason.is_truncation,
                     stop_reason=reason,
                     next_observation=outcome.messages if reason is not StopReason.NONE else None,
+                    next_prompt_ids=shown_next(next_prompt, reason, limit=agent.max_episode_tokens),
                     context_change=change,
                     info={
                         **outcome.info,
@@ -87,6 +88,13 @@ class AgentEnvLoop(AgentFlowBase):
                 break
             prompt, change, shown = next_prompt, next_change, outcome.messages
         return end
+
+
+def shown_next(next_prompt: list[int], reason: StopReason, *, limit: int) -> np.ndarray | None:
+    """What a critic values after a truncated last step: the next prompt, where it was made and still fits."""
+    if reason not in (StopReason.MAX_STEPS, StopReason.ENV_TRUNCATED) or len(next_prompt) > limit:
+        return None
+    return np.asarray(next_prompt, dtype=np.int32)
 
 
 def stop_reason(outcome: EnvStep, *, is_cut_off: bool, no_room: bool, is_last: bool) -> StopReason:

@@ -88,7 +88,7 @@ def test_the_next_prompt_is_the_last_one_the_response_and_the_new_observation(fo
         *ids_of("left" + END),
         *ids_of("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"),
     ]
-    samples = merge_steps(trajectory, trajectory_index=0, step_advantages=np.ones(2))
+    samples = merge_steps(trajectory, trajectory_index=0)
     assert len(samples) == 1
     assert text_of(samples[0].token_ids[samples[0].loss_mask]) == f"left{END}goal{END}"
 
@@ -101,7 +101,7 @@ def test_a_reply_that_a_stop_string_ended_is_closed_without_training_the_closing
     assert model.params[0].stop == ("left",)
     assert trajectory.steps[0].response_ids.tolist() == ids_of("left")
     assert len(trajectory.steps[0].rollout_logprobs) == 1
-    (sample,) = merge_steps(trajectory, trajectory_index=0, step_advantages=np.ones(2))
+    (sample,) = merge_steps(trajectory, trajectory_index=0)
     closing = len(model.prompts[0]) + 1
     assert sample.token_ids[closing] == TOKENIZER.eos_token_id
     assert not sample.loss_mask[closing]

@@ -26,7 +26,7 @@ from parallel.distribute import scatter_microbatches
 from parallel.hf_folder import load_hf_weights
 from parallel.model import build_model, read_hf_config
 from parallel.optimizer import LrScheduler, build_optimizer
-from parallel.reference import ReferenceModel
+from parallel.reference import FrozenModel
 from parallel.sft_step import run_sft
 from parallel.train_step import PolicyTrainer
 from parallel.weight_source import MegatronWeightSource
@@ -97,7 +97,7 @@ class Run:
     def score_with_reference(self) -> None:
         """After the updates: what the frozen base model says, beside what the policy said before them."""
         microbatches, _ = self.microbatches()
-        logprobs = ReferenceModel(self.config).compute_logprobs(microbatches)
+        logprobs = FrozenModel(self.config, self.job["model"]).compute_logprobs(microbatches)
         self.extra["reference_logprobs"] = [values.tolist() for values in logprobs]
 
     def supervised_updates(self) -> list[dict[str, float]]:

@@ -93,7 +93,6 @@ def test_the_newline_after_the_turn_is_not_trained(renderer):
     (sample,) = merge_steps(
         Trajectory(trajectory_id="t", group_id="g", steps=(step(first, response), step(second, ids_of("up" + END)))),
         trajectory_index=0,
-        step_advantages=np.ones(2),
     )
     after_turn = len(first) + len(response)
     assert sample.token_ids[after_turn] == ids_of("\n")[0]
@@ -163,9 +162,7 @@ def test_a_template_that_removes_earlier_thinking_forks(renderer):
         assert "<think>" not in text_of(prompt)
         assert prompt == chat.render(history)
         steps.append(step(prompt, ids_of(reply + END), change))
-    samples = merge_steps(
-        Trajectory(trajectory_id="t", group_id="g", steps=tuple(steps)), trajectory_index=0, step_advantages=np.ones(3)
-    )
+    samples = merge_steps(Trajectory(trajectory_id="t", group_id="g", steps=tuple(steps)), trajectory_index=0)
     assert len(samples) == 3
     for number, sample in enumerate(samples):
         trained = sample.token_ids[sample.loss_mask]
@@ -206,7 +203,6 @@ def test_a_turn_that_ended_with_another_end_token(renderer):
             steps=(step(prompt, response), step(following, ids_of("up" + END), change)),
         ),
         trajectory_index=0,
-        step_advantages=np.ones(2),
     )
     assert len(samples) == 1
 

@@ -9,16 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import make_step, make_trajectory
 
-from trajectory.packing import plan_microbatches
+from trajectory.advantages.inputs import Credit
+from trajectory.packing import RowCredit, plan_microbatches
 from trajectory.samples import merge_steps
 
 
 def sample(index: int, prompt: int, response: int):
     ids = range(100 * index, 100 * index + prompt + response)
     step = make_step(ids[:prompt], ids[prompt:], logprob=-float(index + 1))
-    return merge_steps(
-        make_trajectory(step), trajectory_index=index, step_advantages=np.array([index + 0.5]), loss_weight=0.5
-    )[0]
+    return merge_steps(make_trajectory(step), trajectory_index=index, step_weights=np.array([0.5]))[0]
 
 
 def test_one_row_of_two_samples_and_padding():
@@ -31,10 +30,15 @@ def test_one_row_of_two_samples_and_padding():
     assert row.loss_mask.tolist() == [False, True, True, True, False, False, True, False]
     assert row.step_index.tolist() == [-1, 0, 0, 0, -1, -1, 0, -1]
     assert row.trajectory_index.tolist() == [1, 1, 1, 1, 0, 0, 0, -1]
-    assert row.advantages.tolist() == [0, 1.5, 1.5, 1.5, 0, 0, 0.5, 0]
+    assert row.advantages.tolist() == [0] * 8
+    assert row.value_mask.tolist() == row.loss_mask.tolist()
+    assert row.trained_index.tolist() == [0, 1, 2, 0]
     assert row.loss_weights.tolist() == [0, 0.5, 0.5, 0.5, 0, 0, 0.5, 0]
     assert row.rollout_logprobs.tolist() == [0, -2, -2, -2, 0, 0, -1, 0]
     assert (row.num_tokens, row.num_padding) == (8, 1)
+    credit = Credit(advantages=np.array([0.5, 1.0, 1.5, 2.0]))
+    credited = RowCredit.on_row(row, credit, np.array([1, 2, 3, 0])).put_on(row)
+    assert credited.advantages.tolist() == [0, 1, 1.5, 2, 0, 0, 0.5, 0]
     assert row.old_logprobs is None
     assert row.reference_logprobs is None
 
@@ -83,5 +87,5 @@ def test_any_packing_keeps_every_segment_whole(shapes, data_parallel_size, pad_m
                 seen.append(index)
                 assert row.token_ids[start:end].tolist() == samples[index].token_ids.tolist()
                 assert row.loss_mask[start:end].tolist() == samples[index].loss_mask.tolist()
-                assert row.advantages[start:end].tolist() == samples[index].advantages.tolist()
+                assert row.loss_weights[start:end].tolist() == samples[index].loss_weights.tolist()
     assert sorted(seen) == list(range(len(samples)))

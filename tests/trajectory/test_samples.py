@@ -9,21 +9,20 @@ from trajectory.samples import merge_steps
 from trajectory.steps import ContextChange
 
 
-def merge(*steps, advantages=None, **options):
-    values = np.ones(len(steps)) if advantages is None else np.array(advantages)
-    return merge_steps(make_trajectory(*steps), trajectory_index=7, step_advantages=values, **options)
+def merge(*steps, **options):
+    return merge_steps(make_trajectory(*steps), trajectory_index=7, **options)
 
 
 def test_steps_that_only_append_become_one_sample():
     first = make_step([1, 2], [3, 4], logprob=-1.0)
     second = make_step([1, 2, 3, 4, 5], [6], logprob=-2.0, context_change=ContextChange.CLEAN)
-    (sample,) = merge(first, second, advantages=[0.5, -0.25])
+    (sample,) = merge(first, second, step_weights=np.array([0.5, 0.25]))
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
     assert sample.step_index.tolist() == [-1, -1, 0, 0, -1, 1]
     assert sample.rollout_logprobs.tolist() == [0, 0, -1, -1, 0, -2]
-    assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, -0.25]
-    assert sample.loss_weights.tolist() == [0, 0, 1, 1, 0, 1]
+    assert sample.loss_weights.tolist() == [0, 0, 0.5, 0.5, 0, 0.25]
+    assert sample.value_mask.tolist() == sample.loss_mask.tolist()
     assert sample.trajectory_index == 7
 
 
@@ -67,9 +66,38 @@ def test_nan_at_a_masked_token_stays_out():
     assert np.isfinite(sample.rollout_logprobs).all()
 
 
-def test_the_loss_weight_is_on_trained_tokens_only():
-    (sample,) = merge(make_step([1, 2], [3, 4]), loss_weight=0.25)
-    assert sample.loss_weights.tolist() == [0, 0, 0.25, 0.25]
+def test_the_trained_tokens_of_all_samples_are_numbered_through():
+    forked = make_step([1, 9], [5, 6, 7], forced=[8], context_change=ContextChange.FORK)
+    samples = merge(make_step([1, 2], [3, 4]), forked, make_step([1], [2], context_change=ContextChange.FORK))
+    assert [sample.first_trained for sample in samples] == [0, 2, 5]
+
+
+def test_a_marker_stands_behind_what_a_truncated_agent_would_have_seen_next():
+    last = make_step([1, 2], [3], truncated=True, next_prompt_ids=np.array([1, 2, 3, 4, 5], dtype=np.int32))
+    (sample,) = merge(last, mark_next=True)
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 0]
+    assert sample.loss_mask.tolist() == [False, False, True, False, False, False]
+    assert sample.value_mask.tolist() == [False, False, True, False, False, True]
+    assert sample.loss_weights.tolist() == [0, 0, 1, 0, 0, 0]
+    assert sample.step_index.tolist() == [-1, -1, 0, -1, -1, -1]
+
+
+def test_without_a_next_prompt_the_marker_follows_the_response():
+    (sample,) = merge(make_step([1, 2], [3], truncated=True), mark_next=True)
+    assert sample.token_ids.tolist() == [1, 2, 3, 0]
+
+
+def test_a_rewritten_next_prompt_is_a_sample_of_its_own():
+    last = make_step([1, 2], [3], truncated=True, next_prompt_ids=np.array([7, 8], dtype=np.int32))
+    one, two = merge(last, mark_next=True)
+    assert one.token_ids.tolist() == [1, 2, 3]
+    assert (two.token_ids.tolist(), two.value_mask.tolist()) == ([7, 8, 0], [False, False, True])
+    assert not two.loss_mask.any()
+
+
+def test_only_truncated_trajectories_are_marked_and_only_for_a_critic():
+    assert len(merge(make_step([1], [2], terminated=True), mark_next=True)[0].token_ids) == 2
+    assert len(merge(make_step([1], [2], truncated=True))[0].token_ids) == 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.booleans()), min_size=1, max_size=6))

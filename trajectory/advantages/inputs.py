@@ -38,6 +38,8 @@ class EstimatorInputs:
     truncated."""
     old_logprobs: np.ndarray | None = None
     """float64 [K]; the policy's, before the update."""
+    reference_logprobs: np.ndarray | None = None
+    """float64 [K]; the reference model's, of the same tokens."""
     teacher_logprobs: np.ndarray | None = None
     """float64 [K]; the teacher's, of the same tokens."""
     greedy_returns: np.ndarray | None = None
@@ -109,4 +111,11 @@ def estimator_inputs(groups: Sequence[TrajectoryGroup]) -> EstimatorInputs:
         step_num_tokens=np.array(num_tokens, dtype=np.int64),
         trajectory_group=np.array([index for index, _ in trajectories], dtype=np.int64),
         step_observations=observations,
+        greedy_returns=_greedy_returns(groups),
     )
+
+
+def _greedy_returns(groups: Sequence[TrajectoryGroup]) -> np.ndarray | None:
+    if any(group.greedy is None for group in groups):
+        return None
+    return np.array([group.greedy.episode_return for group in groups if group.greedy], dtype=np.float64)

@@ -1,0 +1,155 @@
+"""Checks of `algorithm`: names, options that nothing takes, and combinations that cannot work."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_algorithm import ADVANTAGE_OPTIONS, LOSS_OPTIONS
+from megatron_agent.config_check_names import arguments_problem, name_problem
+from megatron_agent.source_reading import parameters, registry_entries
+
+ESTIMATORS = ("trajectory.advantages.registry", "ESTIMATORS")
+NEEDS = ("trajectory.advantages.registry", "NEEDS")
+POLICY_LOSSES = ("parallel.losses.registry", "POLICY_LOSSES")
+OWN_RATIO_LOSSES = ("gspo", "step_gspo")
+"""Losses whose ratio is that of a whole sequence or step."""
+
+
+def check_algorithm_names(config: ExperimentConfig) -> Iterator[str]:
+    """Estimator and loss, registered or one's own, and the options given to them."""
+    advantage, loss = config.algorithm.advantage, config.algorithm.loss
+    for option, section, registry, options in (
+        ("algorithm.advantage", advantage, ESTIMATORS, ADVANTAGE_OPTIONS),
+        ("algorithm.loss", loss, POLICY_LOSSES, LOSS_OPTIONS),
+    ):
+        known = registry_entries(*registry)
+        problem = name_problem(f"{option}.name", section.name, known)
+        if problem:
+            yield problem
+            continue
+        given = {name: getattr(section, name) for name in options if getattr(section, name) is not None}
+        yield from _option_problems(option, section.name, known, given, section.args)
+
+
+def _option_problems(
+    option: str, name: str, known: dict[str, str], given: dict[str, Any], args: dict[str, Any]
+) -> Iterator[str]:
+    reference = known.get(name, name)
+    accepted = parameters(reference)
+    if accepted.takes_any:
+        return
+    own = [parameter for parameter in accepted.names if parameter != "inputs"]
+    for key in given:
+        if key not in own:
+            takes = f"it takes {', '.join(own)}" if own else "it takes no options"
+            yield f"{option}.{key} is not an option of {name}: {takes}; remove it"
+    if name in known and args:
+        yield f"{option}.args are for one of your own; write the options of {name} beside its name"
+    else:
+        yield from arguments_problem(f"{option}.args", reference, args, given_later=None)
+
+
+def check_credit(config: ExperimentConfig) -> Iterator[str]:
+    """What the estimator cannot do without, and what it has no use for."""
+    algorithm = config.algorithm
+    name = algorithm.advantage.name
+    need = registry_entries(*NEEDS).get(name)
+    if need == "group" and config.rollout.group_size == 1:
+        yield f"rollout.group_size is 1, but {name} compares the episodes of a group; use 2 or more"
+    registered = name in registry_entries(*ESTIMATORS)
+    for section, value, use in (
+        ("critic", algorithm.critic, "reads the values of a critic"),
+        ("teacher", algorithm.teacher, "distils from a teacher"),
+    ):
+        if need == section and value is None:
+            yield f"algorithm.advantage.name {name} {use}; add a section algorithm.{section}"
+        if registered and need != section and value is not None:
+            users = [key for key, other in registry_entries(*NEEDS).items() if other == section]
+            yield f"algorithm.{section} has no effect with {name}; remove it or use {', '.join(users)}"
+    critic = algorithm.critic
+    if critic and critic.warmup_steps >= config.run.steps:
+        yield (
+            f"algorithm.critic.warmup_steps {critic.warmup_steps} leaves the policy no step of run.steps "
+            f"{config.run.steps}; lower it"
+        )
+    overlong = algorithm.reward.overlong
+    if overlong and need == "greedy":
+        yield f"algorithm.reward.overlong is not taken from the greedy episodes that {name} compares with; remove it"
+    if (algorithm.advantage.task_weight or 0) > 0 and config.rollout.group_size == 1:
+        yield "algorithm.advantage.task_weight compares the episodes of a group, but rollout.group_size is 1; use more"
+    if overlong and overlong.buffer_tokens > config.agent.max_response_tokens:
+        yield (
+            f"algorithm.reward.overlong.buffer_tokens {overlong.buffer_tokens} is more than agent.max_response_tokens "
+            f"{config.agent.max_response_tokens}; lower it"
+        )
+
+
+def check_updates(config: ExperimentConfig) -> Iterator[str]:
+    """Losses, correction and the number of updates."""
+    algorithm, rollout = config.algorithm, config.rollout
+    loss, correction = algorithm.loss, algorithm.correction
+    episodes = rollout.prompts_per_step * rollout.group_size
+    if algorithm.minibatches > episodes:
+        yield (
+            f"algorithm.minibatches {algorithm.minibatches} is more than the {episodes} episodes of a step "
+            f"(rollout.prompts_per_step {rollout.prompts_per_step} x group_size {rollout.group_size}); lower it"
+        )
+    if loss.name in ("ppo_clip", "dapo", "dr_grpo") and (loss.clip_low or 0) >= 1:
+        yield f"algorithm.loss.clip_low is {loss.clip_low}: a ratio is never below 0; use a number under 1"
+    if loss.dual_clip is not None and loss.dual_clip <= 1:
+        yield f"algorithm.loss.dual_clip is {loss.dual_clip}; it is a bound on the ratio, above 1"
+    if loss.constant_tokens is not None and loss.resolved_denominator() != "constant":
+        yield (
+            f"algorithm.loss.constant_tokens has no effect: the denominator is {loss.resolved_denominator()}; "
+            "set algorithm.loss.denominator to constant"
+        )
+    corrects = correction.tis != "none" or correction.mask != "none" or correction.reject_k3 is not None
+    if corrects and algorithm.old_logprobs == "rollout":
+        yield (
+            "algorithm.correction weighs the trainer's old log-probs against the engine's, but algorithm.old_logprobs "
+            "rollout takes the engine's for both; use recompute, or drop the correction"
+        )
+    if loss.name in OWN_RATIO_LOSSES and correction.tis == "token":
+        level = "sequence" if loss.name == "gspo" else "step"
+        yield (
+            f"algorithm.correction.tis token weighs tokens one by one, but the ratio of {loss.name} is that of a whole "
+            f"{level}; use algorithm.correction.tis {level}"
+        )
+    if loss.name == "reinforce" and algorithm.epochs * algorithm.minibatches > 1:
+        yield (
+            "algorithm.loss.name reinforce has no ratio, so it is right for one update a step; set algorithm.epochs "
+            "and algorithm.minibatches to 1, or use ppo_clip"
+        )
+
+
+def inert_algorithm_options(config: ExperimentConfig) -> dict[str, tuple[bool, str]]:
+    """Options that do nothing in this configuration: whether that is so, and why."""
+    algorithm = config.algorithm
+    kl, correction, filters = algorithm.kl, algorithm.correction, algorithm.filters
+    updates = algorithm.epochs * algorithm.minibatches
+    never_clips = (
+        "with one update a step (algorithm.epochs x algorithm.minibatches is 1) and algorithm.old_logprobs recompute "
+        "the ratio is 1 everywhere"
+    )
+    on_policy = updates == 1 and algorithm.old_logprobs == "recompute"
+    no_band = correction.mask == "none"
+    inert = {
+        "algorithm.kl.estimator": (kl.coef == 0, "algorithm.kl.coef is 0"),
+        "algorithm.kl.placement": (kl.coef == 0, "algorithm.kl.coef is 0"),
+        "algorithm.kl.gradient": (
+            kl.coef == 0 or kl.placement == "reward",
+            "no KL term is in the loss",
+        ),
+        "algorithm.target_kl": (updates == 1, "there is one update a step, after which nothing is left to skip"),
+        "algorithm.advantage.eps": (algorithm.advantage.std is False, "algorithm.advantage.std is false"),
+        "algorithm.correction.cap": (correction.tis == "none", "algorithm.correction.tis is none"),
+        "algorithm.correction.low": (no_band, "algorithm.correction.mask is none"),
+        "algorithm.correction.high": (
+            no_band or correction.mask == "outlier",
+            f"algorithm.correction.mask is {correction.mask}",
+        ),
+        "algorithm.filters.max_resample_rounds": (not filters.zero_variance, "algorithm.filters.zero_variance is off"),
+    }
+    return inert | {
+        f"algorithm.loss.{name}": (on_policy, never_clips) for name in ("clip_low", "clip_high", "dual_clip")
+    }

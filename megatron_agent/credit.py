@@ -1,0 +1,76 @@
+"""How much each trained token is to be praised: reward shaping, the estimator, what is done to its advantages."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_agent.config import ExperimentConfig
+from parallel.losses.kl import KL_ESTIMATORS
+from trajectory.advantages.inputs import Credit, EstimatorInputs
+from trajectory.advantages.registry import NEEDS, compute_credit
+from trajectory.advantages.shaping import RunningReturns, finish_advantages, normalise_rewards, overlong_penalties
+
+TokenScores = dict[str, torch.Tensor]
+"""What models said of one row: `old`, `reference`, `teacher` log-probs or `values`, each float32 [T]."""
+
+
+def scores_for_credit(config: ExperimentConfig) -> frozenset[str]:
+    """The names in TokenScores that credit needs; none where it can be given before the trainer sees the rows."""
+    algorithm = config.algorithm
+    wanted: set[str] = set()
+    if algorithm.critic:
+        wanted.add("values")
+    if algorithm.teacher:
+        wanted |= {"teacher", "old"}
+    if algorithm.kl.coef > 0 and algorithm.kl.placement == "reward":
+        wanted |= {"reference", "old"}
+    return frozenset(wanted)
+
+
+class CreditGiver:
+    """`algorithm.reward` and `algorithm.advantage` applied to a batch; keeps the statistics of running_std."""
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        self._config = config
+        self._running = RunningReturns()
+        self.scores = scores_for_credit(config)
+        self.need = NEEDS.get(config.algorithm.advantage.name)
+
+    def shape_rewards(self, inputs: EstimatorInputs) -> EstimatorInputs:
+        """The inputs with long responses penalised and rewards normalised. Call it once a batch."""
+        options = self._config.algorithm.reward
+        if options.overlong:
+            penalties = overlong_penalties(
+                inputs.step_num_tokens,
+                max_tokens=self._config.agent.max_response_tokens,
+                buffer_tokens=options.overlong.buffer_tokens,
+                penalty=options.overlong.penalty,
+            )
+            inputs = replace(inputs, step_rewards=inputs.step_rewards + penalties)
+        return normalise_rewards(inputs, options.normalise, running=self._running)
+
+    def give(self, inputs: EstimatorInputs) -> Credit:
+        """The credit of every trained token; `inputs` hold the scores that it needs."""
+        options = self._config.algorithm.advantage
+        inputs = self._with_kl_penalties(inputs)
+        credit = compute_credit(options.name, inputs, options.options())
+        return finish_advantages(credit, inputs, whiten=options.whiten, clip=options.clip, per_step=options.per_step)
+
+    def _with_kl_penalties(self, inputs: EstimatorInputs) -> EstimatorInputs:
+        kl = self._config.algorithm.kl
+        if kl.coef == 0 or kl.placement != "reward":
+            return inputs
+        assert inputs.old_logprobs is not None
+        assert inputs.reference_logprobs is not None
+        old, reference = torch.from_numpy(inputs.old_logprobs), torch.from_numpy(inputs.reference_logprobs)
+        penalties = -kl.coef * KL_ESTIMATORS[kl.estimator](old, reference).numpy()
+        of_steps = np.bincount(inputs.token_step(), weights=penalties, minlength=len(inputs.step_rewards))
+        return replace(inputs, token_penalties=penalties, step_rewards=inputs.step_rewards + of_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"running_returns": self._running.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._running.load_state_dict(state["running_returns"])
