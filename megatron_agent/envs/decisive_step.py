@@ -1,9 +1,9 @@
 """A problem of pure credit assignment: of ten moves only the third one matters, and the reward comes at the end.
 
-Each row has a column, a to d, and each column its own right move. Every observation shows the column and the number of
-the step, and no observation shows whether the third move was the right one. An estimator that puts one scalar on the
-whole episode gives the nine other moves as much credit, which is noise; a critic that reads the history knows the
-outcome from the fourth step on, so the advantage of the nine others goes to 0.
+Each row has a column, a to d, and each column its own right move. An observation is a square, column and number of the
+step; the third move leads to column g or h, by whether it was right, and the walk goes on there. An estimator that puts
+one scalar on the whole episode gives the nine other moves as much credit, which is noise; one that compares what can be
+expected before and after each move finds that only the third changes it.
 """
 
 import random
@@ -13,7 +13,8 @@ from typing import Any
 from megatron_agent.envs.base import Action, AgentEnv, EnvStep, Observation
 from megatron_agent.envs.frozen_lake import MOVES, named_move
 
-COLUMNS = "abcd"
+COLUMNS = "ab"
+WRONG, RIGHT = "gh"
 
 
 class DecisiveStep(AgentEnv):
@@ -39,6 +40,7 @@ class DecisiveStep(AgentEnv):
         move = named_move(action.text)
         if self._number == self._decisive:
             self._is_right = move == MOVES[COLUMNS.index(self._column)]
+            self._column = RIGHT if self._is_right else WRONG
         ends = self._number == self._num_steps
         self._number += 1
         return EnvStep(
@@ -63,7 +65,7 @@ def format_demonstrations(*, num_rows: int = 320, num_steps: int = 10, seed: int
     """Episodes of random moves: they teach the form of a reply and nothing about which move is right."""
     rng = random.Random(seed)
     for _ in range(num_rows):
-        column = rng.choice(COLUMNS)
+        column = rng.choice(COLUMNS + WRONG + RIGHT)
         messages = []
         for number in range(1, num_steps + 1):
             messages.append({"role": "user", "content": f"at {column}{number}"})
