@@ -65,7 +65,7 @@ def reached(values: list[float], threshold: float) -> int | None:
 def steps_to_threshold(experiment: str, overrides: list[str], options: argparse.Namespace, folder: Path) -> int:
     """Train until the threshold is reached; the process is ended by the signal that Ctrl-C sends."""
     command = [
-        sys.executable, "-m", "megatron_agent.cli", "train", experiment, f"run.dir={folder}", "run.name=run",
+        str(Path(sys.executable).with_name("megatron-agent")), "train", experiment, f"run.dir={folder}", "run.name=run",
         f"run.steps={options.max_steps}", "logging.report=false", "checkpoint.export_hf=false", *overrides,
     ]  # fmt: skip
     log = folder / "output.log"
@@ -73,11 +73,12 @@ def steps_to_threshold(experiment: str, overrides: list[str], options: argparse.
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while True:
-                step = reached(list(returns(folder / "run" / "metrics.jsonl")), options.threshold)
+                code = process.poll()
+                values = list(returns(folder / "run" / "metrics.jsonl"))
+                step = reached(values, options.threshold)
                 if step is not None:
                     return step
-                code = process.poll()
-                if code == 0:
+                if code == 0 and len(values) == options.max_steps:
                     return options.max_steps + 1
                 if code is not None:
                     raise SystemExit(f"error: {' '.join(command)} ended with {code}:\n{log.read_text()[-3000:]}")

@@ -17,7 +17,9 @@ from megatron_agent.config_types import (
 )
 
 Denominator = Literal["token", "step", "trajectory", "prompt_group", "constant"]
-OWN_DENOMINATOR: dict[str, Denominator] = {"gspo": "trajectory", "step_gspo": "step", "dr_grpo": "constant"}
+OWN_DENOMINATOR: dict[str, Denominator] = {
+    "gspo": "trajectory", "step_gspo": "step", "dr_grpo": "constant", "sapo": "trajectory"
+}  # fmt: skip
 """Loss -> what divides its sum where nothing is set; `token` for the others."""
 ADVANTAGE_OPTIONS = (
     "std", "eps", "gamma", "lam", "gamma_step", "lam_step", "baseline", "step_weight", "step_norm", "similarity",

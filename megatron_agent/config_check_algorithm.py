@@ -109,6 +109,12 @@ def check_updates(config: ExperimentConfig) -> Iterator[str]:
             "algorithm.correction weighs the trainer's old log-probs against the engine's, but algorithm.old_logprobs "
             "rollout takes the engine's for both; use recompute, or drop the correction"
         )
+    low, high = correction.band()
+    if correction.mask in ("token_band", "geometric_band") and not low < 1 < high:
+        yield (
+            f"algorithm.correction: the band [{low}, {high}] of mask {correction.mask} leaves out a ratio of 1, so "
+            "every token of a policy that did not change; set low below 1 and high above"
+        )
     if loss.name in OWN_RATIO_LOSSES and correction.tis == "token":
         level = "sequence" if loss.name == "gspo" else "step"
         yield (
@@ -150,6 +156,4 @@ def inert_algorithm_options(config: ExperimentConfig) -> dict[str, tuple[bool, s
         ),
         "algorithm.filters.max_resample_rounds": (not filters.zero_variance, "algorithm.filters.zero_variance is off"),
     }
-    return inert | {
-        f"algorithm.loss.{name}": (on_policy, never_clips) for name in ("clip_low", "clip_high", "dual_clip")
-    }
+    return inert | {f"algorithm.loss.{name}": (on_policy, never_clips) for name in LOSS_OPTIONS}

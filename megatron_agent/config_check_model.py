@@ -74,13 +74,15 @@ def check_other_models(config: ExperimentConfig) -> Iterator[str]:
         ("algorithm.teacher.path", teacher.path if teacher else None),
     ):
         if folder is not None and not (Path(folder) / "config.json").exists():
-            yield f"{option} {folder} has no config.json; point it at an HF folder (checkpoint.export_hf writes a run's)"
+            yield (
+                f"{option} {folder} has no config.json; point it at an HF folder (checkpoint.export_hf writes a run's)"
+            )
         elif folder is not None and folder_exists(config):
             own, other = _vocabulary(Path(config.model.path)), _vocabulary(Path(folder))
             if own and other and own != other:
                 yield (
-                    f"{option} {folder}: its tokenizer is not that of model.path {config.model.path}, so it cannot read "
-                    "the policy's tokens; use a model of the same family"
+                    f"{option} {folder}: its tokenizer is not that of model.path {config.model.path}, so it cannot "
+                    "read the policy's tokens; use a model of the same family"
                 )
 
 

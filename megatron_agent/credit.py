@@ -73,4 +73,5 @@ class CreditGiver:
         return {"running_returns": self._running.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._running.load_state_dict(state["running_returns"])
+        if "running_returns" in state:  # not in checkpoints from before there was such a state
+            self._running.load_state_dict(state["running_returns"])

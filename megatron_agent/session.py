@@ -107,7 +107,7 @@ class Session:
         )
         if self.rollout and self.batches:
             self.rollout.restore(state)
-            self.batches.load_state_dict(state["credit"])
+            self.batches.load_state_dict(state.get("credit", {}))
         return state["step"]
 
     def load_policy(self, path: Path | None) -> int:
