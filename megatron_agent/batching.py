@@ -8,16 +8,18 @@ groups -> filters -> rewards -> credit -> packed rows -> ranks
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.credit import CreditGiver, TokenScores
+from megatron_agent.errors import DataError
 from trajectory.advantages.inputs import Credit, EstimatorInputs, estimator_inputs
 from trajectory.filters import Filters, filter_groups
 from trajectory.packing import PackedMicrobatch, RowCredit, plan_microbatches
-from trajectory.samples import Sample, merge_steps
+from trajectory.samples import Sample, merge_steps, with_prefix
 from trajectory.steps import Trajectory, TrajectoryGroup
 
 
@@ -29,6 +31,14 @@ class Minibatch:
     """One list per data-parallel rank, all of one length."""
     denominator: float
     """What the sum of all loss terms is divided by."""
+    critic_rows: list[list[PackedMicrobatch]] | None = None
+    """The critic's own rows, with what only it sees in front; laid out like per_data_rank. None: it reads those."""
+
+    def scored_rows(self) -> list[list[PackedMicrobatch]]:
+        """All rows that models are asked about, by data rank: the policy's, then those of the critic's own."""
+        if self.critic_rows is None:
+            return self.per_data_rank
+        return [[*rows, *own] for rows, own in zip(self.per_data_rank, self.critic_rows, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +115,8 @@ class BatchBuilder:
         """Credit of a batch whose rows were scored: for each minibatch the rows' credit, by data rank, and the number
         of values that the critic is trained on; and the metrics.
 
-        `scores` holds, for each minibatch, data rank and row, what the models said of the row's tokens.
+        `scores` holds, for each minibatch, data rank and row of `scored_rows`, what the models said of the row's
+        tokens; the credit is in the same order.
         """
         assert batch.inputs is not None, "credit of this batch has been given"
         inputs = collect_scores(batch.minibatches, batch.inputs, scores)
@@ -127,16 +138,23 @@ class BatchBuilder:
     ) -> Minibatch:
         weights, denominator = self._loss_weights(members, inputs)
         first_step = np.searchsorted(inputs.step_trajectory, np.arange(len(trajectories) + 1))
+        critic = self._config.algorithm.critic
+        privileged = critic.privileged if critic else None
         samples: list[Sample] = []
+        critic_samples: list[Sample] = []
         for index in members[packed[members]].tolist():
-            samples += merge_steps(
-                trajectories[index],
-                trajectory_index=index,
-                step_weights=weights[first_step[index] : first_step[index + 1]],
-                mark_next="values" in self._credit.scores,
-            )
-        rows = plan_microbatches(samples, tokens_per_row=self._config.packing.tokens_per_row, **self._layout)
-        return Minibatch(per_data_rank=rows, denominator=denominator)
+            trajectory = trajectories[index]
+            step_weights = weights[first_step[index] : first_step[index + 1]]
+            merge = partial(merge_steps, trajectory, trajectory_index=index, step_weights=step_weights)
+            samples += merge(mark_next="values" in self._credit.scores and privileged is None)
+            if privileged is not None:
+                prefix_ids = _privileged_ids(trajectory, privileged)
+                critic_samples += [with_prefix(sample, prefix_ids) for sample in merge(mark_next=True)]
+        return Minibatch(
+            per_data_rank=self._plan(samples),
+            denominator=denominator,
+            critic_rows=None if privileged is None else self._plan(critic_samples),
+        )
 
     def _loss_weights(self, members: np.ndarray, inputs: EstimatorInputs) -> tuple[np.ndarray, float]:
         """float64 [N], the factor of each step's tokens, and the denominator of a minibatch of these trajectories."""
@@ -169,7 +187,19 @@ class BatchBuilder:
             num_tokens += sum(sample.num_tokens for sample in own)
             if num_tokens >= tokens_per_row * self._layout["data_parallel_size"]:
                 break
-        return plan_microbatches(samples, tokens_per_row=tokens_per_row, **self._layout)
+        return self._plan(samples)
+
+    def _plan(self, samples: Sequence[Sample]) -> list[list[PackedMicrobatch]]:
+        return plan_microbatches(samples, tokens_per_row=self._config.packing.tokens_per_row, **self._layout)
+
+
+def _privileged_ids(trajectory: Trajectory, name: str) -> np.ndarray:
+    if trajectory.privileged_ids is None:
+        raise DataError(
+            f"episode {trajectory.trajectory_id} was recorded without what algorithm.critic.privileged {name} names; "
+            "replay a run that had it, or unset it"
+        )
+    return trajectory.privileged_ids
 
 
 def collect_scores(
@@ -180,7 +210,7 @@ def collect_scores(
     found: dict[str, np.ndarray] = {}
     bootstrap = np.zeros(len(inputs.trajectory_group))
     for minibatch, shards in zip(minibatches, scores, strict=True):
-        for rows, row_scores in zip(minibatch.per_data_rank, shards, strict=True):
+        for rows, row_scores in zip(minibatch.scored_rows(), shards, strict=True):
             for row, own in zip(rows, row_scores, strict=True):
                 trained, index = row.loss_mask.numpy(), _token_index(row, first_token)
                 for name, values in own.items():
@@ -203,13 +233,18 @@ def collect_scores(
 def spread_credit(
     minibatches: Sequence[Minibatch], inputs: EstimatorInputs, credit: Credit
 ) -> list[tuple[list[list[RowCredit]], float]]:
-    """For each minibatch the credit of its rows, by data rank, and the number of values the critic is trained on."""
+    """For each minibatch the credit of its `scored_rows`, by data rank, and the number of values the critic is trained
+    on. Where the critic has rows of its own, the policy's get no value targets."""
     first_token = _first_tokens(inputs)
     spread = []
     for minibatch in minibatches:
+        of_policy = credit if minibatch.critic_rows is None else replace(credit, value_targets=None, value_mask=None)
         rows = [
-            [RowCredit.on_row(row, credit, _token_index(row, first_token)) for row in shard]
-            for shard in minibatch.per_data_rank
+            [
+                RowCredit.on_row(row, of_policy if place < len(own) else credit, _token_index(row, first_token))
+                for place, row in enumerate(shard)
+            ]
+            for own, shard in zip(minibatch.per_data_rank, minibatch.scored_rows(), strict=True)
         ]
         weights = [own.value_weights for shard in rows for own in shard if own.value_weights is not None]
         num_values = sum(float(own.sum()) for own in weights)

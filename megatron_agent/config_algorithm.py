@@ -174,6 +174,9 @@ class CriticConfig(Section):
     """Keep new values within this of the old ones, as PPO2 does; absent means no clip."""
     epochs: PositiveInt = 1
     """Passes of the critic over a rollout batch."""
+    privileged: str | None = None
+    """What only the critic sees, as text in front of its sequences: a key of each row's `extra_info`, or `ground_truth`
+    for that of its reward_model; the policy never sees it (Pinto et al. 2017). Absent: nothing."""
 
 
 class TeacherConfig(Section):

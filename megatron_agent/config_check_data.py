@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_check_names import arguments_problem, name_problem
-from megatron_agent.data import load_records, parse_row
+from megatron_agent.data import load_records, parse_row, require_privileged
 from megatron_agent.errors import DataError
 
 ROWS_READ = 20
@@ -15,7 +15,14 @@ ROWS_READ = 20
 
 def check_train_rows(config: ExperimentConfig) -> Iterator[str]:
     """data.train and its arguments."""
-    yield from _check_source("data.train", config.data.train, config.data.train_args, has_messages=False)
+    critic = config.algorithm.critic
+    yield from _check_source(
+        "data.train",
+        config.data.train,
+        config.data.train_args,
+        has_messages=False,
+        privileged=critic.privileged if critic else None,
+    )
 
 
 def check_eval_rows(config: ExperimentConfig) -> Iterator[str]:
@@ -32,7 +39,9 @@ def check_sft_rows(config: ExperimentConfig) -> Iterator[str]:
         yield from _check_source("sft.data", config.sft.data, config.sft.data_args, has_messages=True)
 
 
-def _check_source(option: str, source: str, arguments: Mapping[str, Any], *, has_messages: bool) -> Iterator[str]:
+def _check_source(
+    option: str, source: str, arguments: Mapping[str, Any], *, has_messages: bool, privileged: str | None = None
+) -> Iterator[str]:
     if is_function(source):
         problem = name_problem(option, source, ())
         if problem:
@@ -48,7 +57,9 @@ def _check_source(option: str, source: str, arguments: Mapping[str, Any], *, has
             yield f"{option}: {source} holds no rows"
         for index, (where, record) in enumerate(records):
             if not has_messages:
-                parse_row(record, index=index, where=where)
+                row = parse_row(record, index=index, where=where)
+                if privileged:
+                    require_privileged(row, privileged, where=where)
             elif not _has_messages(record):
                 yield f"{option}: {where}: `messages` must be a list of chat messages"
                 return

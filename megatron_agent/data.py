@@ -27,6 +27,21 @@ class Row:
     data_source: str = ""
     extra_info: dict[str, Any] = field(default_factory=dict)
 
+    def privileged_text(self, name: str) -> str | None:
+        """What algorithm.critic.privileged `name`s: the ground truth, or an entry of `extra_info`; as JSON where it is
+        no text, and None where the row has none."""
+        value = self.ground_truth if name == "ground_truth" else self.extra_info.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def require_privileged(row: Row, name: str, *, where: str) -> None:
+    """Raise DataError naming `where` if the row has nothing of that name for the critic to see."""
+    if row.privileged_text(name) is None:
+        place = "reward_model.ground_truth" if name == "ground_truth" else f"extra_info.{name}"
+        raise DataError(f"{where}: no {place}, which algorithm.critic.privileged {name} shows the critic; add it")
+
 
 def parse_row(record: Mapping[str, Any], *, index: int, where: str) -> Row:
     """A record as a Row; raises DataError naming `where` and what is wrong."""

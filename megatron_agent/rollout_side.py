@@ -14,7 +14,7 @@ from megatron_agent.batching import TrainingBatch
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_layout import checkpoint_folder, fleet_gpus, run_folder
 from megatron_agent.console import TrainingDisplay
-from megatron_agent.data import Row, RowIterator, load_rows
+from megatron_agent.data import Row, RowIterator, load_rows, require_privileged
 from megatron_agent.errors import ConfigError, DataError
 from megatron_agent.flows.registry import make_flow
 from megatron_agent.metrics import MetricsLogger, cut_jsonl
@@ -150,9 +150,15 @@ class RolloutSide:
             self.display.message(f"report: {path}")
 
 
-def _load_rows(config: ExperimentConfig, source: str, arguments: Mapping[str, Any]) -> list[Row]:
-    """The rows, whose flows and rewards exist: found here, before a fleet has started for them."""
+def _load_rows(
+    config: ExperimentConfig, source: str, arguments: Mapping[str, Any], *, privileged: str | None = None
+) -> list[Row]:
+    """The rows, whose flows and rewards exist, and what the critic sees of them (`privileged` names it): found here,
+    before a fleet has started for them."""
     rows = load_rows(source, arguments)
+    if privileged:
+        for row in rows:
+            require_privileged(row, privileged, where=f"{source} row {row.index}")
     try:
         for flow in {row.agent_name for row in rows if row.agent_name}:
             make_flow(flow)
@@ -200,7 +206,10 @@ def open_rollout_side(config: ExperimentConfig, *, for_training: bool = True) ->
 
     What is not `for_training` may run beside a training run: its episodes go to a file of their own.
     """
-    rows = _load_rows(config, config.data.train, config.data.train_args)
+    critic = config.algorithm.critic
+    rows = _load_rows(
+        config, config.data.train, config.data.train_args, privileged=critic.privileged if critic else None
+    )
     eval_rows = _load_rows(config, config.data.eval, config.data.eval_args) if config.data.eval else []
     folder = run_folder(config)
     with ExitStack() as stack:

@@ -37,14 +37,26 @@ from rollout.episodes import RolloutResult
 from trajectory.packing import PackedMicrobatch
 
 
+class SharedRows(NamedTuple):
+    """This data rank's rows of a minibatch."""
+
+    rows: list[PackedMicrobatch]
+    denominator: float
+    """Of the policy's loss, for the whole minibatch."""
+    critic_rows: list[PackedMicrobatch] | None
+    """The critic's own rows; None where it reads `rows`, or there is none."""
+
+
 class CreditedRows(NamedTuple):
     """This data rank's rows of a minibatch, ready for its updates."""
 
     rows: list[PackedMicrobatch]
     denominator: float
     """Of the policy's loss, for the whole minibatch."""
-    num_values: float = 0.0
+    num_values: float
     """Values that the critic is trained on, in the whole minibatch."""
+    critic_rows: list[PackedMicrobatch]
+    """What a critic is trained on: `rows`, or its own."""
 
 
 @dataclass(kw_only=True)
@@ -170,7 +182,7 @@ class Session:
         return self.sender.send(version)
 
     def score(
-        self, minibatches: list[tuple[list[PackedMicrobatch], float]], batch: TrainingBatch | None, *, on_policy: bool
+        self, minibatches: list[SharedRows], batch: TrainingBatch | None, *, on_policy: bool
     ) -> tuple[list[CreditedRows], dict[str, float]]:
         """The minibatches with what the updates need beside the rows, credit included, and the credit's metrics.
 
@@ -181,8 +193,10 @@ class Session:
         wanted = scores_for_credit(self.config)
         scored: list[list[PackedMicrobatch]] = []
         scores: list[list[TokenScores]] = []
-        for rows, _ in minibatches:
+        for rows, _, critic_rows in minibatches:
+            own_rows = critic_rows or []
             found: dict[str, list[torch.Tensor]] = {}
+            found_on_own: dict[str, list[torch.Tensor]] = {}
             if "old" in wanted or (not on_policy and self.config.algorithm.old_logprobs == "recompute"):
                 found["old"] = self.policy.compute_logprobs(rows)
             if self.reference:
@@ -190,19 +204,22 @@ class Session:
             if self.teacher:
                 found["teacher"] = self.teacher.compute_logprobs(rows)
             if self.critic:
-                found["values"] = self.critic.compute_values(rows)
-            per_row = [{name: values[index] for name, values in found.items()} for index in range(len(rows))]
-            scored.append([_with_scores(row, own) for row, own in zip(rows, per_row, strict=True)])
-            scores.append([{name: own[name] for name in wanted} for own in per_row])
-        denominators = [denominator for _, denominator in minibatches]
+                target = found_on_own if own_rows else found
+                target["values"] = self.critic.compute_values(own_rows or rows)
+            per_row = _by_row(found, len(rows)) + _by_row(found_on_own, len(own_rows))
+            scored.append([_with_scores(row, own) for row, own in zip([*rows, *own_rows], per_row, strict=True)])
+            scores.append([{name: own[name] for name in wanted & own.keys()} for own in per_row])
         if not wanted or not minibatches:
-            return [CreditedRows(*both) for both in zip(scored, denominators, strict=True)], {}
-        return self._give_credit(scored, denominators, scores, batch)
+            return [
+                CreditedRows(rows, shared.denominator, 0.0, rows)
+                for rows, shared in zip(scored, minibatches, strict=True)
+            ], {}
+        return self._give_credit(scored, minibatches, scores, batch)
 
     def _give_credit(
         self,
         scored: list[list[PackedMicrobatch]],
-        denominators: list[float],
+        minibatches: list[SharedRows],
         scores: list[list[TokenScores]],
         batch: TrainingBatch | None,
     ) -> tuple[list[CreditedRows], dict[str, float]]:
@@ -212,11 +229,12 @@ class Session:
         if self.batches and batch:
             credit, metrics = self.batches.give_credit(batch, [own for own in gathered if own is not None])
         credited = []
-        for index, rows in enumerate(scored):
+        for index, (rows, shared) in enumerate(zip(scored, minibatches, strict=True)):
             own = scatter_shards(credit[index][0] if credit else None)
             num_values = broadcast_object(credit[index][1] if credit else None)
             filled = [row_credit.put_on(row) for row, row_credit in zip(rows, own, strict=True)]
-            credited.append(CreditedRows(filled, denominators[index], num_values))
+            of_policy, of_critic = filled[: len(shared.rows)], filled[len(shared.rows) :]
+            credited.append(CreditedRows(of_policy, shared.denominator, num_values, of_critic or of_policy))
         return credited, metrics
 
     def update(self, microbatches: list[PackedMicrobatch], *, denominator: float, on_policy: bool) -> dict[str, float]:
@@ -250,6 +268,10 @@ class Heartbeat:
             self._last = time.monotonic()
 
 
+def _by_row(found: dict[str, list[torch.Tensor]], num_rows: int) -> list[TokenScores]:
+    return [{name: values[index] for name, values in found.items()} for index in range(num_rows)]
+
+
 def _with_scores(row: PackedMicrobatch, scores: TokenScores) -> PackedMicrobatch:
     return replace(
         row,
@@ -259,10 +281,14 @@ def _with_scores(row: PackedMicrobatch, scores: TokenScores) -> PackedMicrobatch
     )
 
 
-def share_minibatch(minibatch: Minibatch | None) -> tuple[list[PackedMicrobatch], float]:
-    """This data rank's microbatches and the denominator of the whole. Collective; rank 0 passes the minibatch."""
-    denominator = broadcast_object(minibatch.denominator if minibatch else None)
-    return scatter_microbatches(minibatch.per_data_rank if minibatch else None), denominator
+def share_minibatch(minibatch: Minibatch | None) -> SharedRows:
+    """This data rank's part of the minibatch. Collective; rank 0 passes the minibatch."""
+    denominator, critic_has_own = broadcast_object(
+        (minibatch.denominator, minibatch.critic_rows is not None) if minibatch else None
+    )
+    rows = scatter_microbatches(minibatch.per_data_rank if minibatch else None)
+    critic_rows = scatter_microbatches(minibatch.critic_rows if minibatch else None) if critic_has_own else None
+    return SharedRows(rows, denominator, critic_rows)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from megatron_agent.dynamic_sampling import play_training_rows
 from megatron_agent.evaluate import evaluate
 from megatron_agent.metrics import PhaseClock
 from megatron_agent.process import run_rank
-from megatron_agent.session import CreditedRows, Session, open_session, share_minibatch
+from megatron_agent.session import CreditedRows, Session, SharedRows, open_session, share_minibatch
 from megatron_agent.warm_start import warm_start
 from parallel.distribute import broadcast_object
 from trajectory.packing import PackedMicrobatch
@@ -93,7 +93,7 @@ def update_policy(session: Session, minibatches: list[CreditedRows], *, on_polic
     target_kl = session.config.algorithm.target_kl
     updates: list[dict[str, float]] = []
     for _ in range(session.config.algorithm.epochs):
-        for rows, denominator, _ in minibatches:
+        for rows, denominator, *_ in minibatches:
             updates.append(session.update(rows, denominator=denominator, on_policy=on_policy))
             if target_kl is not None and updates[-1]["approx_kl"] > target_kl:
                 return updates
@@ -104,21 +104,21 @@ def update_critic(session: Session, minibatches: list[CreditedRows]) -> list[dic
     """The critic's updates on a rollout batch; none without a critic."""
     critic = session.config.algorithm.critic
     return [
-        session.update_critic(rows, denominator=num_values)
+        session.update_critic(critic_rows, denominator=num_values)
         for _ in range(critic.epochs if critic else 0)
-        for rows, _, num_values in minibatches
+        for _, _, num_values, critic_rows in minibatches
         if num_values > 0
     ]
 
 
-def share(batch: TrainingBatch | None) -> tuple[list[tuple[list[PackedMicrobatch], float]], list[PackedMicrobatch]]:
-    """What this data rank trains: each minibatch's microbatches and its denominator; and what it only compares.
+def share(batch: TrainingBatch | None) -> tuple[list[SharedRows], list[PackedMicrobatch]]:
+    """What this data rank trains of each minibatch; and what it only compares.
 
     Collective; rank 0 passes the batch.
     """
     count, compares = broadcast_object((len(batch.minibatches), batch.untrained is not None) if batch else None)
     minibatches = [share_minibatch(batch.minibatches[index] if batch else None) for index in range(count)]
-    untrained, _ = share_minibatch(batch.untrained if batch else None) if compares else ([], 0.0)
+    untrained = share_minibatch(batch.untrained if batch else None).rows if compares else []
     return minibatches, untrained
 
 

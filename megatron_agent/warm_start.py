@@ -23,7 +23,7 @@ def warm_start(session: Session) -> None:
     config = session.config
     assert config.sft is not None, "called only where the experiment has an sft section"
     samples = demonstration_samples(config) if session.rollout else None
-    batches = (share_minibatch(_minibatch(session, samples, update)) for update in range(config.sft.steps))
+    batches = (share_minibatch(_minibatch(session, samples, update))[:2] for update in range(config.sft.steps))
     for update, metrics in enumerate(run_sft(config, session.model_chunks, batches), start=1):
         if session.rollout:
             session.rollout.display.phase(f"warm start {update}/{config.sft.steps}, loss {metrics['loss']:.3f}")

@@ -94,6 +94,11 @@ class TemplateRenderer:
             done = prompt + message["content"] + self._end_of_turn
         return ids, mask
 
+    def encode_line(self, text: str) -> list[int]:
+        """Ids of plain text and a line break behind it, without any template: a template may want a user's turn, or
+        add a system prompt of its own."""
+        return self._ids(text + "\n")
+
     def decode(self, response_ids: Sequence[int]) -> str:
         """Text of a response without the token that ended it."""
         ids = list(response_ids)

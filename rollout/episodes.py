@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
@@ -89,7 +90,13 @@ class EpisodeRunner:
             thread.stop()
             self._client.forget(request.trajectory_id)
         trajectory.timings["total_s"] = time.monotonic() - started
-        return trajectory
+        return replace(trajectory, privileged_ids=self._privileged_ids(request.row))
+
+    def _privileged_ids(self, row: Row) -> np.ndarray | None:
+        """What only the critic sees of the row. It is encoded after the episode, whose context never held it."""
+        critic = self._config.algorithm.critic
+        text = row.privileged_text(critic.privileged) if critic and critic.privileged else None
+        return None if text is None else np.asarray(self._renderer.encode_line(text), dtype=np.int32)
 
     async def _play(self, flow: AgentFlowBase, request: EpisodeRequest, context: FlowContext) -> Trajectory:
         """The boundary where failures of user code become data."""

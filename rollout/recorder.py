@@ -44,6 +44,8 @@ def read_trajectories(path: Path) -> Generator[tuple[int, str, Trajectory]]:
             step, phase = record.pop("step"), record.pop("phase")
             record["steps"] = tuple(_step(fields) for fields in record["steps"])
             record["status"] = TrajectoryStatus(record["status"])
+            if record.get("privileged_ids") is not None:
+                record["privileged_ids"] = np.array(record["privileged_ids"], dtype=np.int32)
             yield step, phase, Trajectory(**record)
 
 

@@ -15,8 +15,8 @@ from trajectory.samples import Sample
 class PackedMicrobatch:
     """One row of T tokens. Each per-token value sits at the index of the token it is about.
 
-    The shift by one (the logits at t-1 predict token t) happens only in parallel/logprobs.py, and for values in parallel/value_head.py. All
-    tensors are on CPU. Padding is the row's last segment; it is never trained.
+    The shift by one (the logits at t-1 predict token t) happens only in parallel/logprobs.py, and for values in
+    parallel/value_head.py. All tensors are on CPU. Padding is the row's last segment; it is never trained.
     """
 
     token_ids: torch.Tensor

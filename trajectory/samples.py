@@ -6,7 +6,7 @@ trajectory, so where the first of them stands says where all do.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -74,6 +74,25 @@ def merge_steps(
     if len(steps) > len(trajectory.steps):
         samples[-1].value_mask[-1] = True
     return samples
+
+
+def with_prefix(sample: Sample, prefix_ids: np.ndarray) -> Sample:
+    """The sample behind `prefix_ids` (int [P]), which are neither trained nor valued: P + L tokens, those of the sample
+    as they were."""
+    num_prefix = len(prefix_ids)
+
+    def behind(column: np.ndarray, filler: int) -> np.ndarray:
+        return np.concatenate([np.full(num_prefix, filler, dtype=column.dtype), column])
+
+    return replace(
+        sample,
+        token_ids=np.concatenate([prefix_ids.astype(np.int64), sample.token_ids]),
+        loss_mask=behind(sample.loss_mask, 0),
+        value_mask=behind(sample.value_mask, 0),
+        step_index=behind(sample.step_index, -1),
+        rollout_logprobs=behind(sample.rollout_logprobs, 0),
+        loss_weights=behind(sample.loss_weights, 0),
+    )
 
 
 def _marker_step(last: Step) -> Step:

@@ -121,6 +121,8 @@ class Trajectory:
     row_index: int = -1
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: generate_s, environment_s, reward_s, total_s."""
+    privileged_ids: np.ndarray | None = None
+    """int32 [P]: what only a critic sees, in front of each of its sequences; None where there is nothing to see."""
 
     def __post_init__(self) -> None:
         for index, step in enumerate(self.steps[:-1]):

@@ -11,6 +11,8 @@ from megatron_agent.data import parse_row
 from megatron_agent.envs.arithmetic import demonstrations
 from megatron_agent.envs.arithmetic import rows as arithmetic_rows
 from megatron_agent.envs.base import Action, environment_class
+from megatron_agent.envs.decisive_step import DecisiveStep
+from megatron_agent.envs.decisive_step import rows as decisive_rows
 from megatron_agent.envs.frozen_lake import MOVES, FrozenLake, format_demonstrations
 from megatron_agent.envs.frozen_lake import rows as lake_rows
 from megatron_agent.envs.tool_env import ToolEnv
@@ -286,3 +288,23 @@ def test_tools_are_the_default_environment():
     assert names(ROW, tools=["calculator"]) == ["calculator"]
     assert names(own, tools=["calculator"]) == []
     assert names(ROW) == []
+
+
+@pytest.mark.parametrize(("column", "right"), [("a", "left"), ("b", "down")])
+def test_only_the_third_move_decides(column, right):
+    for third in MOVES:
+        env = DecisiveStep(column=column)
+        shown = [env.reset(ROW).messages[-1]["content"]]
+        outcomes = [env.step(Action(text=third if number == 3 else "up")) for number in range(1, 11)]
+        shown += [message["content"] for outcome in outcomes for message in outcome.messages]
+        after = "h" if third == right else "g"
+        assert shown == [f"at {column}{n}" for n in (1, 2, 3)] + [f"at {after}{n}" for n in range(4, 11)]
+        assert [outcome.reward for outcome in outcomes] == [0.0] * 9 + [float(third == right)]
+        assert [outcome.terminated for outcome in outcomes] == [False] * 9 + [True]
+        assert outcomes[-1].success is (third == right)
+
+
+def test_the_decisive_step_has_a_row_for_each_column_and_refuses_others():
+    assert [row["env_kwargs"]["column"] for row in decisive_rows()] == ["a", "b"]
+    with pytest.raises(ValueError, match="column is one of ab"):
+        DecisiveStep(column="x")

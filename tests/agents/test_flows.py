@@ -220,3 +220,19 @@ def test_flows_by_name():
     assert isinstance(make_flow("single_turn_agent"), SingleStep)
     with pytest.raises(ConfigError, match="did you mean 'single_step'"):
         make_flow("single_stp")
+
+
+def test_a_truncated_episode_keeps_the_prompt_that_would_have_come_next(folder):
+    trajectory, model = run(folder, "left" + END, "up" + END, agent={"max_steps": 2})
+    first, last = trajectory.steps
+    assert (first.next_prompt_ids, last.stop_reason) == (None, StopReason.MAX_STEPS)
+    assert last.next_prompt_ids.tolist() == [
+        *model.prompts[1],
+        *ids_of("up" + END),
+        *ids_of("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"),
+    ]
+
+
+def test_a_terminated_episode_has_no_next_prompt(folder):
+    trajectory, _ = run(folder, "goal" + END)
+    assert trajectory.steps[-1].next_prompt_ids is None

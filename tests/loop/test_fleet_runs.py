@@ -10,6 +10,8 @@ import torch
 from runs import assert_nothing_left, kill_tree, metrics, run, start, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollout.recorder import read_trajectories
+
 GAP_LIMIT = {"fp32": 1e-4, "bf16": 3e-2}
 
 
@@ -110,3 +112,25 @@ def _kill_one(launcher: int, title: str) -> None:
     alive = [member for member in family if member.status() != psutil.STATUS_ZOMBIE]
     victim = next(member for member in alive if any(title in part for part in member.cmdline()))
     victim.send_signal(signal.SIGKILL)
+
+
+def test_groups_of_equal_returns_are_replaced_and_greedy_episodes_are_played(tmp_path: Path) -> None:
+    """Nobody reaches the goal within 3 moves at random, so every round is played; each row has its greedy episode."""
+    config = write_config(
+        tmp_path,
+        model=_model(tmp_path, tied=True),
+        agent={"env": "frozen_lake", "reward": None},
+        algorithm={"advantage": {"name": "remax"}, "filters": {"zero_variance": True, "max_resample_rounds": 2}},
+        rollout={"prompts_per_step": 3},
+        run={"name": "run", "dir": str(tmp_path), "steps": 1},
+    )
+    run("train", config)
+    record = metrics(tmp_path / "run")[-1]
+    played = [(phase, t) for step, phase, t in read_trajectories(tmp_path / "run" / "trajectories.jsonl") if step == 1]
+    groups = {trajectory.group_id for _, trajectory in played}
+    assert len(played) == len(groups) * (4 + 1)
+    assert sum(phase == "greedy" for phase, _ in played) == len(groups)
+    good = len(groups) - record["dropped_zero_variance"] / 4
+    assert record["episodes"] == 4 * len(groups)
+    assert 3 < len(groups) <= 9, "at least one group was replaced"
+    assert good == 3 or len(groups) >= 7, "only the limit of rounds leaves a batch that is not full"

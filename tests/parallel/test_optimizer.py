@@ -33,7 +33,14 @@ def test_cosine_decay():
     assert rates(5, schedule="cosine", min_lr_frac=0.0) == pytest.approx([1.0, 0.85355339, 0.5, 0.14644661, 0.0])
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+def test_warmup_stable_decay():
+    assert rates(10, schedule="wsd", min_lr_frac=0.0, decay_frac=0.4, warmup_updates=1) == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
+    )
+    assert rates(4, schedule="wsd", min_lr_frac=0.2, decay_frac=1.0) == pytest.approx([1.0, 11 / 15, 7 / 15, 0.2])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
 def test_no_update_before_the_last_has_rate_zero(schedule):
     for warmup in (0, 1, 4):
         values = rates(9, schedule=schedule, warmup_updates=warmup, min_lr_frac=0.0)

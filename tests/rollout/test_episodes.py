@@ -9,13 +9,12 @@ import pytest
 from scripted_model import END, ScriptedModel, completion, make_config, make_request, make_row, play
 
 import megatron_agent.rewards
-from megatron_agent.batching import build_batch
+from megatron_agent.batching import BatchBuilder
 from megatron_agent.envs.base import Action, AgentEnv, EnvStep, Observation
 from megatron_agent.errors import ConfigError, FleetError
 from megatron_agent.model_folders.tiny_qwen3 import build
 from rollout.episodes import EpisodeRunner
 from rollout.fleet import ReplicaDiedError
-from trajectory.filters import filter_groups
 from trajectory.steps import StopReason, TrajectoryGroup, TrajectoryStatus
 
 GATE = threading.Event()
@@ -125,10 +124,11 @@ def test_the_group_of_a_failed_episode_still_trains(folder):
     won = run(folder, trouble_row(), "goal" + END)
     lost = run(folder, trouble_row())
     group = TrajectoryGroup(group_id="group", trajectories=(failed, won, lost))
-    kept, drops = filter_groups([group])
+    builder = BatchBuilder(make(folder), data_parallel_size=1, pad_multiple=1)
+    kept, drops = builder.kept([group], step=1)
     assert kept[0].trajectories == (won, lost)
     assert drops == {"env_failed": 1}
-    batch = build_batch([group], make(folder), data_parallel_size=1, pad_multiple=1)
+    batch = builder.build([group], step=1)
     assert batch.minibatches[0].denominator == 2 + 5 * 2
 
 

@@ -29,6 +29,7 @@ def full_trajectory():
         [1, 2, 3, 4, 5, 6],
         [7],
         truncated=True,
+        next_prompt_ids=np.array([1, 2, 3, 4, 5, 6, 7, 8], dtype=np.int32),
         stop_reason=StopReason.TIME_LIMIT,
         next_observation=[],
         context_change=ContextChange.CLEAN,
