@@ -32,6 +32,16 @@ FOUR_RANKS = {
     "tp2_dp2_distributed_optimizer": {"tensor": 2, "distributed_optimizer": True},
 }
 
+OBJECTIVES = {
+    "dapo": {"loss": {"name": "dapo"}},
+    "dr_grpo": {"loss": {"name": "dr_grpo", "dual_clip": 3.0}},
+    "gspo": {"loss": {"name": "gspo", "clip_low": 0.1, "clip_high": 0.1}, "correction": {"tis": "sequence"}},
+    "step_gspo": {"loss": {"name": "step_gspo", "clip_low": 0.1, "clip_high": 0.1}, "correction": {"tis": "step"}},
+    "cispo": {"loss": {"name": "cispo"}, "correction": {"tis": "token", "mask": "token_band"}},
+    "sapo": {"loss": {"name": "sapo"}, "correction": {"mask": "geometric_band", "low": 0.5, "high": 2.0}},
+    "reinforce": {"loss": {"name": "reinforce"}, "kl": {"coef": 0.1, "estimator": "k1", "gradient": "k2"}},
+}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -50,6 +60,7 @@ def runs(tmp_path_factory):
     bf16 = base | {"name": "bf16_distributed_optimizer", "dtype": "bf16"}
     one_rank += [base | {"name": "bf16", "dtype": "bf16"}, bf16 | {"parallel": {"distributed_optimizer": True}}]
     shuffled = base | {"packing": "four_rows_shuffled"}  # on dp4, one rank has nothing but padding
+    one_rank += [base | {"name": f"base_{name}", "algorithm": options} for name, options in OBJECTIVES.items()]
     four_ranks = [shuffled | {"name": name, "parallel": sizes} for name, sizes in FOUR_RANKS.items()]
     sft = {"name": "sft_tp2_pp2", "sft_updates": 3, "parallel": FOUR_RANKS["tp2_pp2"]}
     frozen = {"name": "reference_tp2_pp2", "reference": True, "parallel": FOUR_RANKS["tp2_pp2"]}
@@ -57,6 +68,9 @@ def runs(tmp_path_factory):
     untied = {"model": str(folder / "untied"), "parallel": FOUR_RANKS["tp2_pp2"], "name": "tp2_pp2_untied"}
     trajectory = {"denominator": "trajectory", "parallel": FOUR_RANKS["tp2_pp2"], "name": "tp2_pp2_trajectory"}
     four_ranks += [shuffled | untied, shuffled | trajectory]
+    for number, (name, options) in enumerate(OBJECTIVES.items()):
+        sizes = list(FOUR_RANKS.values())[number]
+        four_ranks.append(shuffled | {"name": f"split_{name}", "algorithm": options, "parallel": sizes})
     groups = [Group("one_rank", 1, one_rank), Group("four_ranks", 4, four_ranks)]
     exit_codes = launch(groups, folder)
     assert exit_codes == {"one_rank": [0], "four_ranks": [0] * 4}, log_tail(folder)
@@ -97,6 +111,13 @@ def test_parallel_untied_embeddings(runs):
 
 def test_parallel_trajectory_denominator(runs):
     assert_same_run(runs, "tp2_pp2_trajectory", "base_trajectory", rel=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_loss_and_correction_under_parallel_sizes(runs, name):
+    """Sequences and steps stay whole in a row, so their ratios and weights are those of one rank."""
+    assert_same_run(runs, f"split_{name}", f"base_{name}", rel=1e-5)
+    assert result(runs, f"base_{name}").metrics[0]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("name", ["on_policy", "on_policy_bf16"])

@@ -44,7 +44,8 @@ def experiment(job: dict) -> ExperimentConfig:
             "loss": {"clip_low": 0.2, "clip_high": 0.25, "denominator": job.get("denominator", "token")},
             "kl": {"coef": 0.1},
             "entropy_coef": 0.01,
-        },
+        }
+        | job.get("algorithm", {}),
         "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1, "clip_grad": 0.5, "schedule": "linear"},
     }
     return ExperimentConfig.model_validate(options)
