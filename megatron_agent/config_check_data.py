@@ -58,7 +58,7 @@ def _check_source(
         for index, (where, record) in enumerate(records):
             if not has_messages:
                 row = parse_row(record, index=index, where=where)
-                if privileged:
+                if privileged is not None:
                     require_privileged(row, privileged, where=where)
             elif not _has_messages(record):
                 yield f"{option}: {where}: `messages` must be a list of chat messages"

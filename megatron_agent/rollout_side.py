@@ -156,7 +156,7 @@ def _load_rows(
     """The rows, whose flows and rewards exist, and what the critic sees of them (`privileged` names it): found here,
     before a fleet has started for them."""
     rows = load_rows(source, arguments)
-    if privileged:
+    if privileged is not None:
         for row in rows:
             require_privileged(row, privileged, where=f"{source} row {row.index}")
     try:

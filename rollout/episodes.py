@@ -95,7 +95,7 @@ class EpisodeRunner:
     def _privileged_ids(self, row: Row) -> np.ndarray | None:
         """What only the critic sees of the row. It is encoded after the episode, whose context never held it."""
         critic = self._config.algorithm.critic
-        text = row.privileged_text(critic.privileged) if critic and critic.privileged else None
+        text = row.privileged_text(critic.privileged) if critic and critic.privileged is not None else None
         return None if text is None else np.asarray(self._renderer.encode_line(text), dtype=np.int32)
 
     async def _play(self, flow: AgentFlowBase, request: EpisodeRequest, context: FlowContext) -> Trajectory:

@@ -379,6 +379,10 @@ def test_devices(experiment, overrides, expected):
         ),
         (["algorithm.advantage.name=opd"], "opd distils from a teacher; add a section algorithm.teacher"),
         (["algorithm.critic={lr: 1.0e-5}"], "algorithm.critic has no effect with grpo; remove it or use gae_step"),
+        (
+            ["algorithm.advantage.name=gae_step", "algorithm.critic.privileged=answer"],
+            "rows.jsonl:1: no extra_info.answer, which algorithm.critic.privileged answer shows the critic; add it",
+        ),
         (["algorithm.teacher={path: t}"], "algorithm.teacher has no effect with grpo; remove it or use opd"),
         (["algorithm.teacher={path: t}"], "algorithm.teacher.path t has no config.json"),
         (

@@ -33,6 +33,26 @@ def test_rows_that_name_what_does_not_exist(tmp_path: Path, row: dict, said: str
         _load_rows(config, str(path), {})
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("answer", "row 1: no extra_info.answer, which algorithm.critic.privileged answer shows the critic"),
+        ("ground_truth", "row 1: no reward_model.ground_truth, which"),
+    ],
+)
+def test_a_row_without_what_the_critic_is_to_see(tmp_path: Path, name: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    whole = {"prompt": "2+2?", "extra_info": {"answer": 4}, "reward_model": {"ground_truth": ""}}
+    path.write_text(json.dumps(whole) + "\n" + json.dumps({"prompt": "2+3?", "extra_info": {"answers": 5}}) + "\n")
+    config = ExperimentConfig.model_validate(
+        {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"train": str(path)}}
+    )
+    with pytest.raises(DataError, match=said):
+        _load_rows(config, str(path), {}, privileged=name)
+    path.write_text(json.dumps(whole) + "\n")
+    assert len(_load_rows(config, str(path), {}, privileged=name)) == 1
+
+
 def test_the_configured_reward_makes_styles_meaningless(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "2+2?", "reward_model": {"style": "model", "ground_truth": "4"}}) + "\n")

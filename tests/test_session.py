@@ -9,7 +9,7 @@ import torch
 from made_records import make_group, make_step, make_trajectory
 
 from megatron_agent import session as session_module
-from megatron_agent.batching import BatchBuilder, TrainingBatch
+from megatron_agent.batching import BatchBuilder
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.session import CreditedRows, Session, SharedRows
 from trajectory.packing import PackedMicrobatch
@@ -51,8 +51,8 @@ def groups() -> list[TrajectoryGroup]:
     return [make_group(forked, ended, replace(ended, outcome_reward=0.5))]
 
 
-def scored(monkeypatch: pytest.MonkeyPatch, **critic: Any) -> tuple[Session, list[CreditedRows], TrainingBatch]:
-    """A session of one rank that scored the groups, in two minibatches."""
+def scored(monkeypatch: pytest.MonkeyPatch, **critic: Any) -> tuple[dict[str, MadeUp], list[CreditedRows]]:
+    """The models of a session of one rank that scored the groups, in two minibatches, and what it gave."""
     monkeypatch.setattr(session_module, "gather_shards", lambda shard: [shard])
     monkeypatch.setattr(session_module, "scatter_shards", lambda shards: shards[0])
     monkeypatch.setattr(session_module, "broadcast_object", lambda value: value)
@@ -71,16 +71,17 @@ def scored(monkeypatch: pytest.MonkeyPatch, **critic: Any) -> tuple[Session, lis
         }
     )
     unused: Any = None
-    models: dict[str, Any] = {name: MadeUp(seed) for seed, name in enumerate(("policy", "reference", "critic"))}
+    models = {name: MadeUp(seed) for seed, name in enumerate(("policy", "reference", "critic"))}
+    parts: dict[str, Any] = dict(models)
     batches = BatchBuilder(config, data_parallel_size=1, pad_multiple=2)
-    session = Session(config=config, model_chunks=[], rollout=unused, sender=unused, batches=batches, **models)
+    session = Session(config=config, model_chunks=[], rollout=unused, sender=unused, batches=batches, **parts)
     batch = batches.build(groups(), step=1)
     shared = [
         SharedRows(part.per_data_rank[0], part.denominator, part.critic_rows[0] if part.critic_rows else None)
         for part in batch.minibatches
     ]
     credited, _ = session.score(shared, batch, on_policy=False)
-    return session, credited, batch
+    return models, credited
 
 
 def columns(rows: list[PackedMicrobatch], *names: str) -> dict[tuple[int, int, int], list[float]]:
@@ -95,8 +96,8 @@ def columns(rows: list[PackedMicrobatch], *names: str) -> dict[tuple[int, int, i
 
 
 def test_critic_rows_of_its_own_give_the_credit_of_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, shared, _ = scored(monkeypatch)
-    _, separate, _ = scored(monkeypatch, privileged="answer")
+    _, shared = scored(monkeypatch)
+    _, separate = scored(monkeypatch, privileged="answer")
     assert len(shared) == len(separate) == 2
     for one, other in zip(shared, separate, strict=True):
         assert one.critic_rows is one.rows
@@ -111,16 +112,17 @@ def test_critic_rows_of_its_own_give_the_credit_of_shared_ones(monkeypatch: pyte
 
 
 def test_only_the_critic_sees_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, credited, _ = scored(monkeypatch, privileged="answer")
-    policy, reference, critic = (getattr(model, "asked") for model in (session.policy, session.reference, session.critic))
-    for row in [*policy, *reference, *(row for part in credited for row in part.rows)]:
+    models, credited = scored(monkeypatch, privileged="answer")
+    asked_of_policy = models["policy"].asked + models["reference"].asked
+    for row in [*asked_of_policy, *(row for part in credited for row in part.rows)]:
         assert row.token_ids.max() < PREFIX[0]
         assert row.value_mask is not None
         assert torch.equal(row.value_mask, row.loss_mask), "a marker stands only in the critic's rows"
-    for row in [*critic, *(row for part in credited for row in part.critic_rows)]:
+    markers = 0
+    for row in [*models["critic"].asked, *(row for part in credited for row in part.critic_rows)]:
         starts = row.cu_seqlens[: -1 if not row.num_padding else -2].tolist()
         assert all(row.token_ids[start : start + 3].tolist() == PREFIX for start in starts)
         assert row.value_mask is not None
         assert not row.value_mask[row.token_ids >= PREFIX[0]].any()
-    markers = [int((row.value_mask & ~row.loss_mask).sum()) for row in critic]
-    assert sum(markers) == 1
+        markers += int((row.value_mask & ~row.loss_mask).sum())
+    assert markers == 2, "one in the rows asked about, and the same in those trained"

@@ -51,4 +51,5 @@ def _trajectory(
         group_id=group_id,
         steps=tuple(steps),
         outcome_reward=float(generator.choice(outcomes)),
+        privileged_ids=ids[:2],
     )

@@ -79,5 +79,5 @@ def test_a_recorded_run_is_replayed_with_it(folder: Path, tmp_path: Path) -> Non
 def test_a_recording_without_it_cannot_be_replayed_with_it(folder: Path) -> None:
     plain, _ = played(folder, ROW)
     builder = BatchBuilder(with_critic(folder, privileged="answer"), data_parallel_size=1, pad_multiple=1)
-    with pytest.raises(DataError, match="recorded without what algorithm.critic.privileged answer names"):
+    with pytest.raises(DataError, match=r"recorded without what algorithm\.critic\.privileged answer names"):
         builder.build([TrajectoryGroup(group_id="g", trajectories=(plain, plain))], step=1)

@@ -11,7 +11,7 @@ from made_records import make_step, make_trajectory
 
 from trajectory.advantages.inputs import Credit
 from trajectory.packing import RowCredit, plan_microbatches
-from trajectory.samples import merge_steps
+from trajectory.samples import merge_steps, with_prefix
 
 
 def sample(index: int, prompt: int, response: int):
@@ -31,7 +31,9 @@ def test_one_row_of_two_samples_and_padding():
     assert row.step_index.tolist() == [-1, 0, 0, 0, -1, -1, 0, -1]
     assert row.trajectory_index.tolist() == [1, 1, 1, 1, 0, 0, 0, -1]
     assert row.advantages.tolist() == [0] * 8
+    assert row.value_mask is not None
     assert row.value_mask.tolist() == row.loss_mask.tolist()
+    assert row.trained_index is not None
     assert row.trained_index.tolist() == [0, 1, 2, 0]
     assert row.loss_weights.tolist() == [0, 0.5, 0.5, 0.5, 0, 0, 0.5, 0]
     assert row.rollout_logprobs.tolist() == [0, -2, -2, -2, 0, 0, -1, 0]
@@ -41,6 +43,20 @@ def test_one_row_of_two_samples_and_padding():
     assert credited.advantages.tolist() == [0, 1, 1.5, 2, 0, 0, 0.5, 0]
     assert row.old_logprobs is None
     assert row.reference_logprobs is None
+
+
+def test_a_prefix_stays_in_the_segment_of_its_sample():
+    samples = [with_prefix(sample(0, 2, 1), np.array([900])), with_prefix(sample(1, 1, 3), np.array([901, 902]))]
+    ((row,),) = plan_microbatches(samples, tokens_per_row=10, data_parallel_size=1, pad_multiple=4)
+    assert row.token_ids.tolist() == [901, 902, 100, 101, 102, 103, 900, 0, 1, 2, 0, 0]
+    assert row.cu_seqlens.tolist() == [0, 6, 10, 12]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]
+    trained = [False, False, False, True, True, True, False, False, False, True, False, False]
+    assert row.value_mask is not None
+    assert row.loss_mask.tolist() == row.value_mask.tolist() == trained
+    assert row.trajectory_index.tolist() == [1] * 6 + [0] * 4 + [-1] * 2
+    assert row.trained_index is not None
+    assert row.trained_index.tolist() == [0, 1, 2, 0]
 
 
 def test_types_are_those_that_the_record_promises():

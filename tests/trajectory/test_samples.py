@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_records import make_step, make_trajectory
 
-from trajectory.samples import merge_steps
+from trajectory.samples import merge_steps, with_prefix
 from trajectory.steps import ContextChange
 
 
@@ -98,6 +98,21 @@ def test_a_rewritten_next_prompt_is_a_sample_of_its_own():
 def test_only_truncated_trajectories_are_marked_and_only_for_a_critic():
     assert len(merge(make_step([1], [2], terminated=True), mark_next=True)[0].token_ids) == 2
     assert len(merge(make_step([1], [2], truncated=True))[0].token_ids) == 2
+
+
+def test_a_prefix_is_neither_trained_nor_valued_and_moves_the_rest():
+    last = make_step([1, 2], [3], truncated=True, next_prompt_ids=np.array([1, 2, 3, 4], dtype=np.int32), logprob=-1.0)
+    (plain,) = merge(last, mark_next=True, step_weights=np.array([0.5]))
+    sample = with_prefix(plain, np.array([8, 9], dtype=np.int32))
+    assert sample.token_ids.tolist() == [8, 9, 1, 2, 3, 4, 0]
+    assert sample.loss_mask.tolist() == [False, False, False, False, True, False, False]
+    assert sample.value_mask.tolist() == [False, False, False, False, True, False, True]
+    assert sample.step_index.tolist() == [-1, -1, -1, -1, 0, -1, -1]
+    assert sample.rollout_logprobs.tolist() == [0, 0, 0, 0, -1, 0, 0]
+    assert sample.loss_weights.tolist() == [0, 0, 0, 0, 0.5, 0, 0]
+    assert (sample.trajectory_index, sample.first_trained) == (7, 0)
+    for name in ("token_ids", "loss_mask", "value_mask", "step_index", "rollout_logprobs", "loss_weights"):
+        assert getattr(sample, name).dtype == getattr(plain, name).dtype, name
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.booleans()), min_size=1, max_size=6))
