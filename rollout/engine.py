@@ -37,9 +37,9 @@ class ReplicaEngine:
         self._next_request = 0
         self._is_updating = False
         self._end_of_turn = sorted(end_of_turn_ids(Path(config.model.path)))
-        _log_to(Path(log_path))
+        log_to(Path(log_path))
         if on_cpu:
-            _prepare_cpu(config)
+            prepare_cpu(config)
         if backend == "ipc":
             # vLLM sends the memory handles to its workers pickled, which it refuses by default; both ends are ours.
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -54,27 +54,13 @@ class ReplicaEngine:
     def _engine_args(self) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig
 
-        rollout, model = self._config.rollout, self._config.model
-        arguments: dict[str, Any] = {
-            "model": model.path,
-            "dtype": {"fp32": "float32", "bf16": "bfloat16"}[model.dtype],
-            "max_model_len": rollout.max_model_len,
-            "tensor_parallel_size": rollout.tensor_parallel,
+        own = {
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": WeightTransferConfig(backend=self._backend),
             "seed": self._seed,
-            "enable_prefix_caching": True,
-            "max_num_seqs": min(256, rollout.max_concurrent_episodes),
-            "disable_log_stats": True,
+            "max_num_seqs": min(256, self._config.rollout.max_concurrent_episodes),
         }
-        if self._on_cpu:
-            # Compiling costs 25 s at every start and gains nothing measurable on CPU.
-            arguments |= {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30), "enforce_eager": True}
-        else:
-            arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-        if rollout.tensor_parallel == 1:
-            arguments["distributed_executor_backend"] = "uni"
-        return arguments | rollout.engine_args
+        return base_engine_args(self._config, on_cpu=self._on_cpu) | own | self._config.rollout.engine_args
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """Sample one completion; raises FleetError where the replica has no weights yet."""
@@ -161,7 +147,28 @@ class ReplicaEngine:
         await asyncio.sleep(0)
 
 
-def _log_to(path: Path) -> None:
+def base_engine_args(config: ExperimentConfig, *, on_cpu: bool) -> dict[str, Any]:
+    """The options of vLLM's EngineArgs that every engine of a run has."""
+    rollout, model = config.rollout, config.model
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[model.dtype],
+        "max_model_len": rollout.max_model_len,
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+    }
+    if on_cpu:
+        # Compiling costs 25 s at every start and gains nothing measurable on CPU.
+        arguments |= {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30), "enforce_eager": True}
+    else:
+        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    if rollout.tensor_parallel == 1:
+        arguments["distributed_executor_backend"] = "uni"
+    return arguments
+
+
+def log_to(path: Path) -> None:
     """Send what this actor and the engine's processes print to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -172,7 +179,7 @@ def _log_to(path: Path) -> None:
     os.close(file)
 
 
-def _prepare_cpu(config: ExperimentConfig) -> None:
+def prepare_cpu(config: ExperimentConfig) -> None:
     """Environment that vLLM's CPU build reads when it is imported."""
     threads = config.rollout.engine_threads or max(1, len(os.sched_getaffinity(0)) // config.rollout.replicas)
     if config.rollout.tensor_parallel == 1:
