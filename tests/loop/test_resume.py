@@ -1,5 +1,6 @@
 """A run that was killed and started again takes the same updates as one that was not, bit for bit."""
 
+import json
 import time
 from pathlib import Path
 
@@ -28,18 +29,26 @@ def _config(folder: Path, name: str) -> Path:
         own,
         run={"name": "run", "dir": str(own), "steps": STEPS},
         model={"path": str(folder / "model"), "dtype": "fp32", "builder": {"name": "tiny_qwen3"}},
+        data={"train": str(_rows(folder))},
         rollout={"replay": str(folder / "trajectories.jsonl"), "max_model_len": 256},
         parallel={"tensor": 2},
         algorithm={
             "advantage": {"name": "gae_step", "gamma": 0.9, "lam": 0.9, "whiten": True},
             "reward": {"normalise": "running_std"},
-            "critic": {"lr": 1e-3, "epochs": 2, "warmup_steps": 1, "value_clip": 0.5},
+            "critic": {"lr": 1e-3, "epochs": 2, "warmup_steps": 1, "value_clip": 0.5, "privileged": "answer"},
             "minibatches": 2,
             "kl": {"coef": 0.01},
         },
         optimizer={"lr": 1e-3, "schedule": "cosine", "warmup_updates": 2},
         checkpoint={"every": 1},
     )
+
+
+def _rows(folder: Path) -> Path:
+    """Rows with what the critic sees; a replay takes the recorded episodes and asks the rows only whether they do."""
+    path = folder / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": [], "extra_info": {"answer": "left"}}) + "\n")
+    return path
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(folder: Path) -> None:
