@@ -74,8 +74,8 @@ class BatchBuilder:
     def build(self, groups: Sequence[TrajectoryGroup], *, step: int) -> TrainingBatch:
         """Filter, give credit where nothing has to be scored for it, pack. `step` is the training step.
 
-        Where the loss has no KL and no entropy term, a trajectory whose advantages are all 0 adds exactly nothing to
-        the gradient: it counts in the denominator but is not packed.
+        Where the loss has no KL, no entropy and no teacher's term, a trajectory whose advantages are all 0 adds exactly
+        nothing to the gradient: it counts in the denominator but is not packed.
         """
         kept, drops = self.kept(groups, step=step)
         metrics = {f"dropped_{reason}": float(count) for reason, count in drops.items()}
@@ -131,7 +131,8 @@ class BatchBuilder:
 
     def _needs_every_token(self) -> bool:
         algorithm = self._config.algorithm
-        return (algorithm.kl.coef > 0 and algorithm.kl.placement == "loss") or algorithm.entropy_coef > 0
+        distils = algorithm.teacher is not None and algorithm.teacher.top_k > 0
+        return (algorithm.kl.coef > 0 and algorithm.kl.placement == "loss") or algorithm.entropy_coef > 0 or distils
 
     def _minibatch(
         self, members: np.ndarray, packed: np.ndarray, trajectories: Sequence[Trajectory], inputs: EstimatorInputs

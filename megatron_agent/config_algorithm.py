@@ -182,6 +182,13 @@ class CriticConfig(Section):
 class TeacherConfig(Section):
     path: str
     """HF folder of the teacher; it needs the policy's tokenizer."""
+    top_k: NonNegativeInt = 0
+    """0: the teacher's log-prob of each sampled token is the advantage (estimator opd). Above 0: a loss term beside any
+    other estimator, the divergence from the teacher's distribution by its k likeliest tokens and one rest."""
+    divergence: Literal["reverse", "forward", "js"] = "reverse"
+    """top_k: KL(policy || teacher), KL(teacher || policy), or Jensen-Shannon."""
+    coef: PositiveFloat = 1.0
+    """top_k: weight of the divergence in the loss."""
 
 
 class AlgorithmConfig(Section):
@@ -194,7 +201,7 @@ class AlgorithmConfig(Section):
     critic: CriticConfig | None = None
     """The value model, for the estimators that read values."""
     teacher: TeacherConfig | None = None
-    """The model that opd distils from."""
+    """The model to distil from: by the estimator opd, or by a loss term (top_k)."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"

@@ -57,15 +57,21 @@ def check_credit(config: ExperimentConfig) -> Iterator[str]:
     if need == "group" and config.rollout.group_size == 1:
         yield f"rollout.group_size is 1, but {name} compares the episodes of a group; use 2 or more"
     registered = name in registry_entries(*ESTIMATORS)
+    in_the_loss = {"teacher"} if algorithm.teacher and algorithm.teacher.top_k > 0 else set()
     for section, value, use in (
         ("critic", algorithm.critic, "reads the values of a critic"),
         ("teacher", algorithm.teacher, "distils from a teacher"),
     ):
         if need == section and value is None:
             yield f"algorithm.advantage.name {name} {use}; add a section algorithm.{section}"
-        if registered and need != section and value is not None:
+        if registered and need != section and value is not None and section not in in_the_loss:
             users = [key for key, other in registry_entries(*NEEDS).items() if other == section]
             yield f"algorithm.{section} has no effect with {name}; remove it or use {', '.join(users)}"
+        if need == section and section in in_the_loss:
+            yield (
+                f"algorithm.teacher.top_k makes the teacher a term of the loss, but {name} takes the advantages from "
+                "it too, so it would count twice; set top_k to 0, or use another estimator"
+            )
     critic = algorithm.critic
     if critic and critic.warmup_steps >= config.run.steps:
         yield (
@@ -139,6 +145,7 @@ def inert_algorithm_options(config: ExperimentConfig) -> dict[str, tuple[bool, s
     )
     on_policy = updates == 1 and algorithm.old_logprobs == "recompute"
     no_band = correction.mask == "none"
+    sampled_only = algorithm.teacher is None or algorithm.teacher.top_k == 0
     inert = {
         "algorithm.kl.estimator": (kl.coef == 0, "algorithm.kl.coef is 0"),
         "algorithm.kl.placement": (kl.coef == 0, "algorithm.kl.coef is 0"),
@@ -154,6 +161,8 @@ def inert_algorithm_options(config: ExperimentConfig) -> dict[str, tuple[bool, s
             no_band or correction.mask == "outlier",
             f"algorithm.correction.mask is {correction.mask}",
         ),
+        "algorithm.teacher.divergence": (sampled_only, "algorithm.teacher.top_k is 0"),
+        "algorithm.teacher.coef": (sampled_only, "algorithm.teacher.top_k is 0"),
         "algorithm.filters.max_resample_rounds": (not filters.zero_variance, "algorithm.filters.zero_variance is off"),
     }
     return inert | {f"algorithm.loss.{name}": (on_policy, never_clips) for name in LOSS_OPTIONS}

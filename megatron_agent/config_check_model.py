@@ -87,7 +87,7 @@ def check_other_models(config: ExperimentConfig) -> Iterator[str]:
 
 
 def check_model_sizes(config: ExperimentConfig) -> Iterator[str]:
-    """Parallel sizes and context length against heads, layers and positions."""
+    """Parallel sizes, context length and top_k against heads, layers, positions and vocabulary."""
     sizes = _model_sizes(config)
     parallel, rollout = config.parallel, config.rollout
     for option, ways, size, noun in (
@@ -99,6 +99,9 @@ def check_model_sizes(config: ExperimentConfig) -> Iterator[str]:
         count = sizes.get(size)
         if count and count % ways:
             yield f"{option} {ways} does not divide the model's {count} {noun}; use a divisor of {count}"
+    vocabulary, teacher = sizes.get("vocab_size"), config.algorithm.teacher
+    if vocabulary and teacher and teacher.top_k > vocabulary:
+        yield f"algorithm.teacher.top_k {teacher.top_k} is more than the model's {vocabulary} tokens; lower it"
     positions = sizes.get("max_position_embeddings")
     if positions and rollout.max_model_len > positions:
         yield f"rollout.max_model_len {rollout.max_model_len} is more than the model's {positions} positions; lower it"

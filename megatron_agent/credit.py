@@ -13,7 +13,8 @@ from trajectory.advantages.registry import NEEDS, compute_credit
 from trajectory.advantages.shaping import RunningReturns, finish_advantages, normalise_rewards, overlong_penalties
 
 TokenScores = dict[str, torch.Tensor]
-"""What models said of one row: `old`, `reference`, `teacher` log-probs or `values`, each float32 [T]."""
+"""What models said of one row: `old`, `reference`, `teacher` log-probs or `values`, each float32 [T]; not for credit
+`teacher_top_ids` and `teacher_top_logprobs`, [N, k]."""
 
 
 def scores_for_credit(config: ExperimentConfig) -> frozenset[str]:
@@ -22,7 +23,7 @@ def scores_for_credit(config: ExperimentConfig) -> frozenset[str]:
     wanted: set[str] = set()
     if algorithm.critic:
         wanted.add("values")
-    if algorithm.teacher:
+    if algorithm.teacher and algorithm.teacher.top_k == 0:
         wanted |= {"teacher", "old"}
     if algorithm.kl.coef > 0 and algorithm.kl.placement == "reward":
         wanted |= {"reference", "old"}

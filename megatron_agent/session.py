@@ -202,7 +202,7 @@ class Session:
             if self.reference:
                 found["reference"] = self.reference.compute_logprobs(rows)
             if self.teacher:
-                found["teacher"] = self.teacher.compute_logprobs(rows)
+                found |= self._ask_teacher(self.teacher, rows)
             if self.critic:
                 target = found_on_own if own_rows else found
                 target["values"] = self.critic.compute_values(own_rows or rows)
@@ -215,6 +215,18 @@ class Session:
                 for rows, shared in zip(scored, minibatches, strict=True)
             ], {}
         return self._give_credit(scored, minibatches, scores, batch)
+
+    def _ask_teacher(self, teacher: FrozenModel, rows: list[PackedMicrobatch]) -> dict[str, list[torch.Tensor]]:
+        """What estimator or loss want to know of it, one tensor per row. Top tokens are found on the last stage only,
+        and stay there."""
+        options = self.config.algorithm.teacher
+        assert options is not None
+        if options.top_k == 0:
+            return {"teacher": teacher.compute_logprobs(rows)}
+        top = teacher.compute_top_tokens(rows, k=options.top_k)
+        if not top:
+            return {}
+        return {"teacher_top_ids": [one.ids for one in top], "teacher_top_logprobs": [one.logprobs for one in top]}
 
     def _give_credit(
         self,
@@ -277,6 +289,8 @@ def _with_scores(row: PackedMicrobatch, scores: TokenScores) -> PackedMicrobatch
         row,
         old_logprobs=scores.get("old"),
         reference_logprobs=scores.get("reference"),
+        teacher_top_ids=scores.get("teacher_top_ids"),
+        teacher_top_logprobs=scores.get("teacher_top_logprobs"),
         old_values=scores.get("values"),
     )
 

@@ -1,7 +1,7 @@
 """One microbatch through the model under Megatron's pipeline schedule, and scoring without gradients.
 
-Old, reference and trained log-probs all come through `microbatch_logprobs`, with the same packing, so on equal
-weights they are equal bit for bit.
+Old, reference and trained log-probs all come from one function of parallel/logprobs.py, with the same packing, so on
+equal weights they are equal bit for bit, whatever else is asked for in the same pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from torch import nn
 from parallel import process_groups
 from parallel.logprobs import token_logprobs
 from parallel.model import forward_row
+from parallel.top_tokens import TopTokens, top_tokens
 from trajectory.packing import PackedMicrobatch
 
 LastStageFn = Callable[[PackedMicrobatch, torch.Tensor], object]
@@ -74,6 +75,37 @@ def compute_logprobs(
         return microbatch_logprobs(microbatch, logits, vocab_size=vocab_size, temperature=temperature)[0]
 
     return score(model_chunks, microbatches, last_stage)
+
+
+def compute_top_tokens(
+    model_chunks: list[nn.Module],
+    microbatches: list[PackedMicrobatch],
+    *,
+    k: int,
+    vocab_size: int,
+    ids_below: int,
+    temperature: float,
+) -> list[TopTokens]:
+    """The k likeliest tokens in the place of the N trained ones, of each microbatch, on CPU; see `top_tokens`.
+
+    Only the ranks of the last stage get them, which is where losses are; [] elsewhere. Collective over the
+    model-parallel group.
+    """
+
+    def last_stage(microbatch: PackedMicrobatch, logits: torch.Tensor) -> TopTokens:
+        found = top_tokens(
+            logits,
+            k=k,
+            cu_seqlens=microbatch.cu_seqlens,
+            vocab_size=vocab_size,
+            temperature=temperature,
+            mask=microbatch.loss_mask,
+            ids_below=ids_below,
+        )
+        return TopTokens(found.ids.cpu(), found.logprobs.cpu())
+
+    with torch.no_grad():
+        return run_schedule(model_chunks, microbatches, last_stage, forward_only=True)
 
 
 def score(

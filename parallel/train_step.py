@@ -15,6 +15,8 @@ from torch import nn
 
 from megatron_agent.config import ExperimentConfig
 from parallel.forward import compute_logprobs, microbatch_logprobs
+from parallel.logprobs import token_and_candidate_logprobs
+from parallel.losses import distillation
 from parallel.losses.base import LossInputs, MetricTerms, select
 from parallel.losses.kl import k3
 from parallel.losses.metrics import batch_metrics
@@ -93,9 +95,7 @@ class PolicyTrainer:
     def _rl_loss(
         self, microbatch: PackedMicrobatch, logits: torch.Tensor, *, on_policy: bool
     ) -> tuple[torch.Tensor, MetricTerms]:
-        logprobs, entropy = microbatch_logprobs(
-            microbatch, logits, vocab_size=self._vocab_size, temperature=self._temperature
-        )
+        logprobs, entropy, divergence = self._token_terms(microbatch, logits)
         current = logprobs.detach()
         if self._algorithm.old_logprobs == "rollout":
             old = microbatch.rollout_logprobs
@@ -105,11 +105,36 @@ class PolicyTrainer:
             old = microbatch.old_logprobs
             if old is None:
                 raise ValueError("a microbatch has no old_logprobs; compute them before the first of several updates")
-        inputs = _loss_inputs(microbatch, logprobs, entropy, old)
+        inputs = _loss_inputs(microbatch, logprobs, entropy, old, divergence)
         loss, terms = rl_objective(inputs, self._algorithm)
         trainer = current if self._algorithm.old_logprobs == "rollout" else inputs.old_logprobs
         gap = _gap_terms(inputs.mask, trainer, inputs.rollout_logprobs)
         return loss, MetricTerms(terms.sums | gap.sums, terms.maxima | gap.maxima)
+
+    def _token_terms(
+        self, microbatch: PackedMicrobatch, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(log-probs, entropy, divergence from the teacher) of the trained tokens, float32 [T], 0 elsewhere; without
+        the teacher's top tokens no divergence."""
+        logprobs, entropy, of_teachers_tokens = token_and_candidate_logprobs(
+            logits,
+            microbatch.token_ids,
+            microbatch.teacher_top_ids,
+            cu_seqlens=microbatch.cu_seqlens,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            mask=microbatch.loss_mask,
+        )
+        if microbatch.teacher_top_logprobs is None:
+            return logprobs, entropy, None
+        assert self._algorithm.teacher is not None
+        of_trained = distillation.divergence(
+            of_teachers_tokens,
+            microbatch.teacher_top_logprobs.to(logits.device),
+            kind=self._algorithm.teacher.divergence,
+        )
+        mask = microbatch.loss_mask.to(logits.device)
+        return logprobs, entropy, torch.zeros_like(logprobs).masked_scatter(mask, of_trained)
 
     def _sft_loss(self, microbatch: PackedMicrobatch, logits: torch.Tensor) -> tuple[torch.Tensor, MetricTerms]:
         logprobs, entropy = microbatch_logprobs(microbatch, logits, vocab_size=self._vocab_size, temperature=1.0)
@@ -117,7 +142,11 @@ class PolicyTrainer:
 
 
 def _loss_inputs(
-    microbatch: PackedMicrobatch, logprobs: torch.Tensor, entropy: torch.Tensor, old_logprobs: torch.Tensor
+    microbatch: PackedMicrobatch,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    divergence: torch.Tensor | None = None,
 ) -> LossInputs:
     """The loss's view of a microbatch, on the logits' device."""
     device = logprobs.device
@@ -135,6 +164,7 @@ def _loss_inputs(
         sequence_ids=sequence_ids.to(device),
         step_ids=_step_ids(microbatch).to(device),
         reference_logprobs=None if reference is None else reference.to(device),
+        divergence=divergence,
     )
 
 

@@ -81,7 +81,9 @@ def test_equal_rewards_count_in_the_denominator_without_being_packed():
     assert {int(index) for row in rows(minibatch) for index in row.trajectory_index} == {2, 3}
 
 
-@pytest.mark.parametrize("option", [{"kl": {"coef": 0.1}}, {"entropy_coef": 0.1}])
+@pytest.mark.parametrize(
+    "option", [{"kl": {"coef": 0.1}}, {"entropy_coef": 0.1}, {"teacher": {"path": "t", "top_k": 4}}]
+)
 def test_equal_rewards_are_packed_where_other_terms_want_them(option):
     (minibatch,) = build([one_step_group(1, 1), one_step_group(1, 0)], **option).minibatches
     assert sum(int(row.loss_mask.sum()) for row in rows(minibatch)) == 12

@@ -229,6 +229,8 @@ GPUS = "cluster.gpus_per_node=2"
     ("overrides", "why"),
     [
         (["algorithm.kl.estimator=k1"], "algorithm.kl.coef is 0"),
+        (["algorithm.teacher.divergence=js", "algorithm.teacher.path=t"], "algorithm.teacher.top_k is 0"),
+        (["algorithm.teacher.coef=2", "algorithm.teacher.path=t"], "algorithm.teacher.top_k is 0"),
         (["algorithm.advantage.eps=1e-3", "algorithm.advantage.std=false"], "algorithm.advantage.std is false"),
         (["algorithm.loss.clip_low=0.1"], "the ratio is 1 everywhere"),
         (["algorithm.loss.clip_high=0.3"], "the ratio is 1 everywhere"),
@@ -384,6 +386,10 @@ def test_devices(experiment, overrides, expected):
             "rows.jsonl:1: no extra_info.answer, which algorithm.critic.privileged answer shows the critic; add it",
         ),
         (["algorithm.teacher={path: t}"], "algorithm.teacher has no effect with grpo; remove it or use opd"),
+        (
+            ["algorithm.advantage.name=opd", "algorithm.teacher={path: t, top_k: 8}"],
+            "opd takes the advantages from it too, so it would count twice; set top_k to 0",
+        ),
         (["algorithm.teacher={path: t}"], "algorithm.teacher.path t has no config.json"),
         (
             ["algorithm.advantage.name=gae_step", "algorithm.critic={warmup_steps: 100}"],
@@ -444,6 +450,16 @@ def test_values_that_cannot_run(experiment, overrides, expected):
 def change_model(experiment: Path, **changes) -> None:
     config = experiment.parent / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+
+
+def test_a_teacher_in_the_loss(experiment):
+    """Beside any estimator, with options of its own, and with no more tokens than there are."""
+    change_model(experiment, vocab_size=100)
+    teacher = f"algorithm.teacher.path={experiment.parent / 'model'}"
+    options = [teacher, "algorithm.teacher.top_k=100", "algorithm.teacher.divergence=js", "algorithm.teacher.coef=2"]
+    check_config(load_config(experiment, options), options)
+    expected = "algorithm.teacher.top_k 101 is more than the model's 100 tokens; lower it"
+    assert expected in check_problem(experiment, teacher, "algorithm.teacher.top_k=101")
 
 
 def test_unsupported_family(experiment):

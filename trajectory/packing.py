@@ -41,6 +41,11 @@ class PackedMicrobatch:
     """float32 [T]; the trainer's before the update; 0 where masked; None until computed."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [T]; the reference model's; 0 where masked; None until computed."""
+    teacher_top_ids: torch.Tensor | None = None
+    """int32 [N, k], N trained tokens in order: the teacher's k likeliest tokens in the place of each; None until asked
+    for. It stays on the ranks that found it, those of the last pipeline stage."""
+    teacher_top_logprobs: torch.Tensor | None = None
+    """float32 [N, k]; the teacher's of teacher_top_ids."""
     value_mask: torch.Tensor | None = None
     """bool [T]; True where a critic's value is asked for: the value at index t is that of the state before token t,
     read at t - 1 like the token's log-prob. True at the trained tokens and at the marker that stands behind a

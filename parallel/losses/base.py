@@ -41,10 +41,14 @@ class LossInputs:
     one. What masked tokens have here means nothing."""
     reference_logprobs: torch.Tensor | None = None
     """Of the frozen reference model; None without a KL term."""
+    divergence: torch.Tensor | None = None
+    """From the teacher's distribution in the place of each token; carries a gradient of its own; None without a teacher
+    that is asked for its likeliest tokens."""
 
 
 PER_TOKEN_VALUES = (
     "weights", "advantages", "logprobs", "old_logprobs", "rollout_logprobs", "entropy", "reference_logprobs",
+    "divergence",
 )  # fmt: skip
 """Fields of LossInputs that `zero_masked` puts 0 into."""
 

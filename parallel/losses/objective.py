@@ -1,4 +1,5 @@
-"""The whole objective of one microbatch: policy loss + KL penalty - entropy bonus, or the supervised one."""
+"""The whole objective of one microbatch: policy loss + KL penalty + divergence from a teacher - entropy bonus, or the
+supervised one."""
 
 import torch
 
@@ -13,8 +14,8 @@ from parallel.losses.sft import negative_log_likelihood
 def rl_objective(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, MetricTerms]:
     """Loss sum (scalar with gradient) and what it adds to the metrics.
 
-    The off-policy correction weighs the policy loss only; KL penalty and entropy bonus are of all trained tokens.
-    Raises ValueError where the loss has a KL term but the microbatch carries no reference log-probs.
+    The off-policy correction weighs the policy loss only; all other terms are of all trained tokens. Raises ValueError
+    where a term is on but the microbatch does not carry what it needs.
     """
     inputs = zero_masked(inputs)
     terms, sums = policy_loss(algorithm.loss)(inputs)
@@ -47,6 +48,11 @@ def rl_objective(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[torch.
         )
         loss = loss + algorithm.kl.coef * weighted_sum(inputs, kl)
         sums["kl"] = select(inputs.mask, kl.detach()).sum()
+    if algorithm.teacher and algorithm.teacher.top_k > 0:
+        if inputs.divergence is None:
+            raise ValueError("algorithm.teacher.top_k > 0 needs teacher_top_ids on every microbatch; score them first")
+        loss = loss + algorithm.teacher.coef * weighted_sum(inputs, inputs.divergence)
+        sums["distill"] = select(inputs.mask, inputs.divergence.detach()).sum()
     sums["loss"] = loss.detach()
     return loss, MetricTerms(sums, maxima | {"ratio_max": ratio.max()})
 

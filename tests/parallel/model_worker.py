@@ -23,8 +23,9 @@ from megatron_agent.errors import MegatronAgentError
 from parallel import cpu, hf_export, process_groups
 from parallel import logprobs as logprobs_module
 from parallel.hf_folder import load_hf_weights
-from parallel.logprobs import token_logprobs
+from parallel.logprobs import token_and_candidate_logprobs, token_logprobs
 from parallel.model import build_model, forward_row, read_hf_config
+from parallel.top_tokens import top_tokens
 from parallel.weight_source import MegatronWeightSource
 
 
@@ -151,17 +152,25 @@ def refusal(job: dict, out: Path) -> None:
     (out / f"{job['name']}.txt").write_text(message)
 
 
-def logprobs(job: dict, out: Path) -> None:
-    """token_logprobs of the job's inputs, and the gradient of sum(a * logprobs + b * entropy)."""
+def split_vocabulary(job: dict) -> dict[str, torch.Tensor]:
+    """All ranks as tensor ranks; the job's inputs."""
     options = {"tensor": int(os.environ["WORLD_SIZE"])}
     config = ExperimentConfig.model_validate(
         {"run": {"name": "t"}, "model": {"path": ""}, "data": {"train": ""}, "parallel": options}
     )
     process_groups.initialize(config.parallel, torch.device("cpu"), seed=0)
     logprobs_module._CHUNK_ELEMENTS["cpu"] = job["chunk_elements"]
-    inputs = torch.load(job["inputs"])
-    shard = inputs["logits"].chunk(process_groups.tensor_size(), dim=-1)[process_groups.tensor_rank()]
-    shard = shard.clone().requires_grad_()
+    return torch.load(job["inputs"])
+
+
+def own_shard(logits: torch.Tensor) -> torch.Tensor:
+    return logits.chunk(process_groups.tensor_size(), dim=-1)[process_groups.tensor_rank()].clone()
+
+
+def logprobs(job: dict, out: Path) -> None:
+    """token_logprobs of the job's inputs, and the gradient of sum(a * logprobs + b * entropy)."""
+    inputs = split_vocabulary(job)
+    shard = own_shard(inputs["logits"]).requires_grad_()
     values = token_logprobs(
         shard, inputs["token_ids"], cu_seqlens=inputs["cu_seqlens"], vocab_size=job["vocab_size"],
         temperature=job["temperature"], mask=inputs["mask"] if job["masked"] else None,
@@ -173,7 +182,28 @@ def logprobs(job: dict, out: Path) -> None:
     save(job, out, {"logprobs": values[0].detach(), "entropy": values[1].detach(), "gradient": gradient})
 
 
-KINDS = {f.__name__: f for f in (logits, gradient, export, full_disk, refusal, logprobs)}
+def candidates(job: dict, out: Path) -> None:
+    """A teacher's top tokens, the student's log-probs of them, and the gradient of
+    sum(a * logprobs + b * entropy + c * candidate_logprobs)."""
+    inputs = split_vocabulary(job)
+    shape = {"cu_seqlens": inputs["cu_seqlens"], "temperature": job["temperature"], "mask": inputs["mask"]}
+    shape["vocab_size"] = job["vocab_size"]
+    top = top_tokens(own_shard(inputs["teacher_logits"]), k=job["k"], ids_below=job["ids_below"], **shape)
+    shard = own_shard(inputs["logits"]).requires_grad_()
+    values = token_and_candidate_logprobs(shard, inputs["token_ids"], top.ids, **shape)
+    plain = token_logprobs(shard, inputs["token_ids"], **shape)
+    assert all(torch.equal(one, other) for one, other in zip(plain, values[:2], strict=True))
+    weights = (inputs["logprob_weights"], inputs["entropy_weights"], inputs["candidate_weights"][:, : job["k"]])
+    sum((w * v).sum() for w, v in zip(weights, values, strict=True)).backward()
+    assert shard.grad is not None
+    found = {"ids": top.ids, "teacher_logprobs": top.logprobs, "candidate_logprobs": values[2].detach()}
+    same = [torch.empty_like(top.ids) for _ in range(process_groups.tensor_size())]
+    dist.all_gather(same, top.ids, group=process_groups.tensor_group())
+    assert all(torch.equal(other, top.ids) for other in same), "every tensor rank has to ask for the same tokens"
+    save(job, out, found | {"logprobs": values[0].detach(), "gradient": gather_vocabulary(shard.grad)})
+
+
+KINDS = {f.__name__: f for f in (logits, gradient, export, full_disk, refusal, logprobs, candidates)}
 
 
 def run_group(world_size: int, jobs: list[dict], out: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Vocab-parallel log-probs and entropy against softmax in fp64 over the whole vocabulary."""
+"""Vocab-parallel log-probs, entropy and top tokens against softmax in fp64 over the whole vocabulary."""
 
 import itertools
 import math
@@ -11,6 +11,12 @@ VOCAB_SIZE, PADDED = 45, 56  # on 4 ranks of 14: the last one holds 3 tokens and
 SEGMENTS = (6, 1, 9, 4)
 NUM_TOKENS = sum(SEGMENTS)
 CASES = list(itertools.product(("one_rank", "four_ranks"), (1.0, 0.5), (False, True), (False, True)))
+CANDIDATES = {
+    "candidates_one_rank": (1, 5, None),
+    "candidates_four_ranks": (4, 5, None),
+    "candidates_more_than_a_rank_has": (4, 20, 40),
+}
+"""Job -> number of ranks, k, and the bound below which ids are candidates."""
 
 
 def make_inputs() -> dict[str, torch.Tensor]:
@@ -25,7 +31,13 @@ def make_inputs() -> dict[str, torch.Tensor]:
     logprob_weights, entropy_weights = torch.randn((2, NUM_TOKENS), generator=generator)
     logprob_weights[1] = entropy_weights[1] = 0.0
     cu_seqlens = torch.tensor([0, *SEGMENTS]).cumsum(0).to(torch.int32)
+    teacher_logits = 3 * torch.randn((NUM_TOKENS, PADDED), generator=generator)
+    teacher_logits[:, VOCAB_SIZE:] = 1e4
+    teacher_logits[0] = math.nan
+    starts = cu_seqlens[:-1].long()
+    num_asked = int(mask.sum() - mask[starts].sum())
     return {
+        "teacher_logits": teacher_logits, "candidate_weights": torch.randn((num_asked, 20), generator=generator),
         "logits": logits, "token_ids": token_ids, "cu_seqlens": cu_seqlens, "mask": mask,
         "logprob_weights": logprob_weights, "entropy_weights": entropy_weights,
     }  # fmt: skip
@@ -51,6 +63,9 @@ def runs(tmp_path_factory):
         jobs[1 if ranks == "one_rank" else 4].append(job)
     bf16 = {"name": "bf16", "temperature": 1.0, "masked": False, "entropy": True, "inputs": str(folder / "bf16.pt")}
     jobs[4].append(base | bf16)
+    for name, (ranks, k, ids_below) in CANDIDATES.items():
+        own = {"name": name, "kind": "candidates", "temperature": 0.5, "inputs": str(folder / "masked.pt")}
+        jobs[ranks].append(base | own | {"k": k, "ids_below": ids_below})
     launch(jobs, folder)
     return folder
 
@@ -102,3 +117,30 @@ def test_shift_by_hand(runs):
     assert got["logprobs"][2].item() == pytest.approx(by_hand, rel=1e-5)
     assert [got["logprobs"][start].item() for start in (0, 6, 7, 16)] == [0.0] * 4
     assert (got["gradient"][[5, 6, 15, 19]] == 0).all()  # the last rows of the segments predict nothing
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_top_tokens_and_their_logprobs(runs, name):
+    """The teacher's likeliest ids and log-probs, the student's log-probs of them, the gradient of all terms together;
+    padding and NaN where nothing is asked for stay out."""
+    _, k, ids_below = CANDIDATES[name]
+    got, inputs = torch.load(runs / f"{name}.pt"), make_inputs()
+    starts = set(inputs["cu_seqlens"][:-1].tolist())
+    asked = [t for t in range(NUM_TOKENS) if inputs["mask"][t] and t not in starts]
+    before = torch.tensor(asked) - 1
+    teacher = (inputs["teacher_logits"][before, :VOCAB_SIZE].double() / 0.5).log_softmax(-1)
+    top = teacher[:, :ids_below].topk(k)
+    assert torch.equal(got["ids"].long(), top.indices)
+    assert got["ids"].dtype == torch.int32
+    torch.testing.assert_close(got["teacher_logprobs"].double(), top.values, rtol=1e-5, atol=2e-6)
+
+    logits = torch.where(inputs["logits"].isnan(), 0.0, inputs["logits"]).double().requires_grad_()
+    log_p = (logits[before, :VOCAB_SIZE] / 0.5).log_softmax(-1)
+    of_candidates = log_p.gather(1, top.indices)
+    of_tokens = log_p.gather(1, inputs["token_ids"][asked, None]).squeeze(1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(got["candidate_logprobs"].double(), of_candidates.detach(), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(got["logprobs"][asked].double(), of_tokens.detach(), rtol=1e-5, atol=2e-6)
+    total = (inputs["logprob_weights"][asked] * of_tokens).sum() + (inputs["entropy_weights"][asked] * entropy).sum()
+    (total + (inputs["candidate_weights"][:, :k] * of_candidates).sum()).backward()
+    torch.testing.assert_close(got["gradient"].double(), logits.grad, rtol=1e-5, atol=5e-6)

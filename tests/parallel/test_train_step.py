@@ -41,6 +41,9 @@ OBJECTIVES = {
     "sapo": {"loss": {"name": "sapo"}, "correction": {"mask": "geometric_band", "low": 0.5, "high": 2.0}},
     "reinforce": {"loss": {"name": "reinforce"}, "kl": {"coef": 0.1, "estimator": "k1", "gradient": "k2"}},
 }
+TEACHER = {"top_k": 8, "coef": 2.0}
+DISTILLED = ("tp2_dp2", "pp2_dp2", "tp2_pp2", "tp2_sp_dp2")
+"""Of FOUR_RANKS, those that distil."""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,10 @@ def runs(tmp_path_factory):
     for number, (name, options) in enumerate(OBJECTIVES.items()):
         sizes = list(FOUR_RANKS.values())[number]
         four_ranks.append(shuffled | {"name": f"split_{name}", "algorithm": options, "parallel": sizes})
+    distilled = {"algorithm": {"teacher": TEACHER | {"path": str(folder / "untied")}}, "temperature": 0.8}
+    one_rank += [base | distilled | {"name": "base_distilled"}]
+    one_rank += [base | distilled | {"name": "distilled_two_rows", "packing": "two_rows"}]
+    four_ranks += [shuffled | distilled | {"name": f"distilled_{n}", "parallel": FOUR_RANKS[n]} for n in DISTILLED]
     groups = [Group("one_rank", 1, one_rank), Group("four_ranks", 4, four_ranks)]
     exit_codes = launch(groups, folder)
     assert exit_codes == {"one_rank": [0], "four_ranks": [0] * 4}, log_tail(folder)
@@ -120,6 +127,14 @@ def test_every_loss_and_correction_under_parallel_sizes(runs, name):
     assert result(runs, f"base_{name}").metrics[0]["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("name", ["two_rows", *DISTILLED])
+def test_distillation_under_parallel_sizes(runs, name):
+    """The teacher's top tokens from a split vocabulary, and the term's gradient, are those of one rank."""
+    assert_same_run(runs, f"distilled_{name}", "base_distilled", rel=1e-5)
+    first, second = result(runs, f"distilled_{name}").metrics
+    assert 0 < second["distill"] < first["distill"]
+
+
 @pytest.mark.parametrize("name", ["on_policy", "on_policy_bf16"])
 def test_ratio_of_the_first_update_is_exactly_one(runs, name):
     metrics = result(runs, name).metrics[0]
@@ -136,9 +151,18 @@ def test_bf16_accumulates_gradients_in_fp32(runs, name):
     assert outcome.metrics[0]["loss"] == pytest.approx(result(runs, "base").metrics[0]["loss"], rel=0.05)
 
 
-def plain_update(folder, temperature: float = 1.0, kind: str = "token"):
+def plain_distillation(log_p: torch.Tensor, teacher_log_p: torch.Tensor) -> torch.Tensor:
+    """Reverse KL of the distributions over the teacher's top tokens and one rest, [length]."""
+    top = teacher_log_p.topk(TEACHER["top_k"])
+    q, p = log_p.exp().gather(1, top.indices), top.values.exp()
+    q_rest, p_rest = 1 - q.sum(-1), 1 - p.sum(-1)
+    return (q * (q / p).log()).sum(-1) + q_rest * (q_rest / p_rest).log()
+
+
+def plain_update(folder, temperature: float = 1.0, kind: str = "token", teacher_folder=None):
     """One update by transformers, autograd and torch's AdamW; returns loss, gradient norm and parameters."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=torch.float32) if teacher_folder else None
     samples = trainer_rows.make_samples()
     total = trainer_rows.denominator(samples, kind)
     loss_value = 0.0
@@ -153,6 +177,10 @@ def plain_update(folder, temperature: float = 1.0, kind: str = "token"):
         difference = sample.reference_logprobs[1:] - logprobs
         kl = difference.exp() - 1 - difference
         terms = -surrogate + 0.1 * kl - 0.01 * entropy
+        if teacher:
+            with torch.no_grad():
+                teacher_logits = teacher(input_ids=sample.token_ids[None]).logits[0, :-1] / temperature
+            terms = terms + TEACHER["coef"] * plain_distillation(log_p, teacher_logits.log_softmax(-1))
         loss = (terms * trainer_rows.weights(sample, kind)[1:])[trained].sum() / total
         loss.backward()
         loss_value += loss.item()
@@ -184,6 +212,13 @@ def test_update_equals_plain_transformers(runs, name, model, kind):
         for key, weight in outcome.weights.items():
             want = parameters[key].detach()
             assert (weight - want).norm() <= 1e-5 * want.norm(), key
+
+
+def test_distillation_equals_plain_transformers(runs):
+    loss, norm, _ = plain_update(runs / "tied", temperature=0.8, teacher_folder=runs / "untied")
+    metrics = result(runs, "base_distilled").metrics[0]
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 def test_metrics_are_means_over_trained_tokens(runs):

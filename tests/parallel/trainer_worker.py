@@ -20,6 +20,7 @@ import torch.distributed as dist
 import trainer_rows
 
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_algorithm import TeacherConfig
 from megatron_agent.errors import CheckpointError
 from parallel import checkpoint, process_groups
 from parallel.distribute import scatter_microbatches
@@ -85,6 +86,8 @@ class Run:
 
     def updates(self) -> list[dict[str, float]]:
         microbatches, total = self.microbatches()
+        if self.config.algorithm.teacher:
+            microbatches = self.with_teachers_tokens(microbatches, self.config.algorithm.teacher)
         metrics = []
         for index in range(self.job.get("updates", 1)):
             if self.job.get("recompute_old"):
@@ -94,6 +97,17 @@ class Run:
             if index + 1 == self.job.get("save_after"):
                 self.save(self.job["save"], index + 1)
         return metrics
+
+    def with_teachers_tokens(self, microbatches, teacher: TeacherConfig):
+        """On the last stage only, as in a run."""
+        top = FrozenModel(self.config, teacher.path).compute_top_tokens(microbatches, k=teacher.top_k)
+        assert bool(top) == process_groups.is_last_stage()
+        if not top:
+            return microbatches
+        return [
+            dataclasses.replace(m, teacher_top_ids=own.ids, teacher_top_logprobs=own.logprobs)
+            for m, own in zip(microbatches, top, strict=True)
+        ]
 
     def score_with_reference(self) -> None:
         """After the updates: what the frozen base model says, beside what the policy said before them."""
