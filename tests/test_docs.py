@@ -1,7 +1,8 @@
-"""The documents: their code runs, their experiments pass, their links and paths lead somewhere, the agents work."""
+"""The documents: their code runs, their experiments pass, links and paths lead somewhere, what they show works."""
 
 import importlib
 import json
+import math
 import os
 import re
 import sys
@@ -11,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from made_records import make_group, make_step, make_trajectory
 from scripted_model import END, ScriptedModel, make_row, play
 
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.config_algorithm import LossConfig
 from megatron_agent.config_check import check_config
 from megatron_agent.config_loading import load_config
 from megatron_agent.data import load_rows, parse_row
 from megatron_agent.model_folders.tiny_qwen3 import build
+from parallel.losses.base import LossInputs
+from parallel.losses.registry import POLICY_LOSSES, policy_loss
+from trajectory.advantages.inputs import estimator_inputs
+from trajectory.advantages.registry import ESTIMATORS, NEEDS, compute_credit
 from trajectory.samples import merge_steps
 from trajectory.steps import ContextChange, StopReason, TrajectoryStatus
 
@@ -207,3 +215,57 @@ def test_the_smallest_ones_are_small() -> None:
     code = {block.file_name: block.text.splitlines()[1:] for block in PYTHON}
     assert len([line for line in code["shop.py"] if line.strip()]) < 25
     assert len([line for line in code["guess.py"] if line.strip()]) < 25
+
+
+# What algorithms.md says and shows, the latter on a batch made by hand.
+
+
+@pytest.mark.parametrize(("registry", "column"), [(ESTIMATORS, "needs"), (POLICY_LOSSES, "denominator")])
+def test_every_estimator_and_loss_has_its_row(registry: dict[str, str], column: str) -> None:
+    page = (REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8")
+    (table,) = re.findall(rf"^\| name \|[^\n]* {column} \|.*?(?=\n\n)", page, re.MULTILINE | re.DOTALL)
+    lines = [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+    at = lines[0].index(column)
+    told = {line[0]: line[at] for line in lines[2:]}
+    if column == "needs":
+        assert told == {name: NEEDS.get(name, "nothing").replace("greedy", "greedy episode") for name in registry}
+    else:
+        assert told == {name: LossConfig(name=name).resolved_denominator() for name in registry}
+
+
+def test_the_estimator_compares_steps_of_one_number(folder: Path) -> None:
+    config = load_config(folder / "my_credit.yaml")
+    check_config(config)
+    group = make_group(
+        make_trajectory(make_step([1], [2, 3]), make_step([1, 2, 3, 4], [5], terminated=True), reward=1.0),
+        make_trajectory(make_step([1], [2]), make_step([1, 2, 4], [5], terminated=True), reward=0.0),
+        make_trajectory(make_step([1], [5], terminated=True), reward=0.55),
+    )
+    other = make_group(make_trajectory(make_step([1], [2], terminated=True), reward=7.0))
+    options = config.algorithm.advantage
+    credit = compute_credit(options.name, estimator_inputs([group, other]), options.options())
+    # First steps: 0.95, 0, 0.55, mean 0.5; second ones: 1, 0, mean 0.5; the other group has nobody to compare with.
+    assert credit.advantages == pytest.approx([0.45, 0.45, 0.5, -0.5, -0.5, 0.05, 0.0])
+
+
+def test_the_loss_weighs_what_is_near(folder: Path) -> None:
+    config = load_config(folder / "my_credit.yaml", ["algorithm.loss={name: my_loss:near, args: {width: 0.3}}"])
+    check_config(config)
+    logprobs = torch.tensor([-1.0, -1.3, 0.0], requires_grad=True)
+    inputs = LossInputs(
+        mask=torch.tensor([True, True, False]),
+        weights=torch.ones(3),
+        advantages=torch.tensor([2.0, -1.0, 0.0]),
+        logprobs=logprobs,
+        old_logprobs=torch.tensor([-1.0, -1.0, 0.0]),
+        rollout_logprobs=torch.zeros(3),
+        entropy=torch.zeros(3),
+        sequence_ids=torch.zeros(3, dtype=torch.int64),
+        step_ids=torch.zeros(3, dtype=torch.int64),
+    )
+    terms, sums = policy_loss(config.algorithm.loss)(inputs)
+    terms.sum().backward()
+    far = math.exp(-1)  # one width away
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-2.0, far, 0.0])
+    assert sums["gate_mean"].item() == pytest.approx(1.0 + far)
