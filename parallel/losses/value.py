@@ -28,6 +28,8 @@ def value_loss(
     if value_clip is None:
         return 0.5 * unclipped, torch.zeros_like(values, dtype=torch.bool)
     assert old_values is not None, "value_clip needs old_values"
-    near_old = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    # Inside the clip the value itself: old + (value - old) differs from it by rounding, which would look like a clip.
+    bound = old_values + (values - old_values).detach().clamp(-value_clip, value_clip)
+    near_old = torch.where((values - old_values).abs() > value_clip, bound, values)
     clipped = (near_old - targets).square()
     return 0.5 * torch.maximum(unclipped, clipped), clipped > unclipped
