@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GOAL = 1.0
-CRITIC = "algorithm.critic={lr: 3.0e-3, epochs: 4}"
+CRITIC = "algorithm.critic={lr: 3.0e-3, epochs: 4, warmup_steps: 3}"
 TRAJECTORY_LEVEL = {
     "grpo": ["algorithm.advantage={name: grpo}"],
     "rloo": ["algorithm.advantage={name: rloo, whiten: true}"],

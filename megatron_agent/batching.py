@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -55,11 +55,28 @@ class TrainingBatch:
     """Counts of drops, tokens and padding, and the advantages' spread."""
 
 
+class SequenceScorer(Protocol):
+    """Log-probs of given tokens, as rollout.teacher.TeacherFleet gives them."""
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """For each sequence of ids [L] the log-probs [L] of its tokens."""
+        ...
+
+
 class BatchBuilder:
     """Makes the training batch of each step; keeps what credit remembers from one step to the next."""
 
-    def __init__(self, config: ExperimentConfig, *, data_parallel_size: int, pad_multiple: int) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        *,
+        data_parallel_size: int,
+        pad_multiple: int,
+        teacher: SequenceScorer | None = None,
+    ) -> None:
+        """`teacher` scores tokens where it is not the trainer's ranks that do."""
         self._config = config
+        self._teacher = teacher
         self._layout = {"data_parallel_size": data_parallel_size, "pad_multiple": pad_multiple}
         self._credit = CreditGiver(config)
         filters = config.algorithm.filters
@@ -83,6 +100,8 @@ class BatchBuilder:
             return TrainingBatch(minibatches=[], metrics=metrics)
         trajectories = [trajectory for group in kept for trajectory in group.trajectories]
         inputs = self._credit.shape_rewards(estimator_inputs(kept))
+        if self._teacher:
+            inputs = replace(inputs, teacher_logprobs=_teacher_logprobs(self._teacher, trajectories))
         credit = None if self._credit.scores else self._credit.give(inputs)
         packed = np.ones(len(trajectories), dtype=bool)
         if credit and not self._needs_every_token():
@@ -121,7 +140,8 @@ class BatchBuilder:
         assert batch.inputs is not None, "credit of this batch has been given"
         inputs = collect_scores(batch.minibatches, batch.inputs, scores)
         credit = self._credit.give(inputs)
-        return spread_credit(batch.minibatches, inputs, credit), advantage_metrics(credit)
+        metrics = advantage_metrics(credit) | self._credit.kl_metrics(inputs)
+        return spread_credit(batch.minibatches, inputs, credit), metrics
 
     def state_dict(self) -> dict[str, Any]:
         return self._credit.state_dict()
@@ -225,7 +245,7 @@ def collect_scores(
         inputs,
         old_logprobs=found.get("old"),
         reference_logprobs=found.get("reference"),
-        teacher_logprobs=found.get("teacher"),
+        teacher_logprobs=found.get("teacher", inputs.teacher_logprobs),
         token_values=found.get("values"),
         bootstrap_values=bootstrap if "values" in found else None,
     )
@@ -269,6 +289,14 @@ def _with_credit(
         [own.put_on(row) for row, own in zip(rows, row_credit, strict=True)]
         for rows, row_credit in zip(per_data_rank, credit, strict=True)
     ]
+
+
+def _teacher_logprobs(teacher: SequenceScorer, trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """float64 [K]: the teacher's log-prob of each trained token."""
+    samples = [s for index, one in enumerate(trajectories) for s in merge_steps(one, trajectory_index=index)]
+    scored = teacher.score([sample.token_ids for sample in samples])
+    trained = [logprobs[sample.loss_mask] for sample, logprobs in zip(samples, scored, strict=True)]
+    return np.concatenate(trained).astype(np.float64)
 
 
 def _trajectory_of_token(inputs: EstimatorInputs) -> np.ndarray:

@@ -189,6 +189,11 @@ class TeacherConfig(Section):
     """top_k: KL(policy || teacher), KL(teacher || policy), or Jensen-Shannon."""
     coef: PositiveFloat = 1.0
     """top_k: weight of the divergence in the loss."""
+    replicas: NonNegativeInt = 0
+    """0: the trainer's ranks hold the teacher, in host memory between uses. Above 0: so many vLLM engines of its own
+    score the sampled tokens (top_k 0)."""
+    tensor_parallel: PositiveInt = 1
+    """Devices per replica of the teacher."""
 
 
 class AlgorithmConfig(Section):

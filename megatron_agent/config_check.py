@@ -89,15 +89,19 @@ def check_devices(config: ExperimentConfig) -> Iterator[str]:
 def _check_fleet_fits(config: ExperimentConfig) -> Iterator[str]:
     cluster, rollout = config.cluster, config.rollout
     wanted = rollout.replicas * rollout.tensor_parallel
+    teacher = config.algorithm.teacher
+    of_teacher = teacher.replicas * teacher.tensor_parallel if teacher else 0
     try:
         shared = len(fleet_gpus(config)) * cluster.trainer_nodes
     except ConfigError:  # the layout itself is wrong and reported
         return
     available = cluster.rollout_nodes * cluster.gpus_per_node or shared
-    if wanted > available:
+    if wanted + of_teacher > available:
+        plus = f", and {of_teacher} of the teacher" if of_teacher else ""
         yield (
-            f"rollout.replicas {rollout.replicas} x rollout.tensor_parallel {rollout.tensor_parallel} = {wanted} GPUs, "
-            f"but {available} are left to the fleet; use fewer, add cluster.rollout_nodes, or set cluster.colocate"
+            f"rollout.replicas {rollout.replicas} x rollout.tensor_parallel {rollout.tensor_parallel} = {wanted} "
+            f"GPUs{plus}, but {available} are left to the fleet; use fewer, add cluster.rollout_nodes, or set "
+            "cluster.colocate"
         )
 
 
@@ -183,6 +187,7 @@ ENGINE_ARGS_SET_ELSEWHERE = {
 }
 
 INERT: dict[str, tuple[Callable[[ExperimentConfig], bool], str]] = {
+    "optimizer.decay_frac": (lambda c: c.optimizer.schedule != "wsd", "optimizer.schedule is not wsd"),
     "optimizer.min_lr_frac": (lambda c: c.optimizer.schedule == "constant", "optimizer.schedule is constant"),
     "agent.tool_format": (
         lambda c: not has_tool_env(c),

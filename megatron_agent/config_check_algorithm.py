@@ -78,6 +78,20 @@ def check_credit(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.critic.warmup_steps {critic.warmup_steps} leaves the policy no step of run.steps "
             f"{config.run.steps}; lower it"
         )
+    if config.rollout.group_size == 1:
+        if algorithm.filters.zero_variance:
+            yield "algorithm.filters.zero_variance drops every group of one episode; raise rollout.group_size"
+        if algorithm.reward.normalise == "group":
+            yield "algorithm.reward.normalise group makes every reward of a group of one 0; raise rollout.group_size"
+    if name == "opd" and not algorithm.advantage.task_weight:
+        for option, is_used in (
+            ("kl.placement reward", algorithm.kl.coef > 0 and algorithm.kl.placement == "reward"),
+            ("reward.normalise", algorithm.reward.normalise != "none"),
+            ("reward.overlong", algorithm.reward.overlong is not None),
+        ):
+            if is_used:
+                yield f"algorithm.{option} has no effect: opd reads no rewards while its task_weight is 0; remove it"
+    yield from _teacher_engine_problems(config)
     overlong = algorithm.reward.overlong
     if overlong and need == "greedy":
         yield f"algorithm.reward.overlong is not taken from the greedy episodes that {name} compares with; remove it"
@@ -87,6 +101,31 @@ def check_credit(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"algorithm.reward.overlong.buffer_tokens {overlong.buffer_tokens} is more than agent.max_response_tokens "
             f"{config.agent.max_response_tokens}; lower it"
+        )
+
+
+def _teacher_engine_problems(config: ExperimentConfig) -> Iterator[str]:
+    teacher, rollout = config.algorithm.teacher, config.rollout
+    if teacher is None:
+        return
+    if not teacher.replicas:
+        if teacher.tensor_parallel > 1:
+            yield "algorithm.teacher.tensor_parallel is of engines, but algorithm.teacher.replicas is 0; raise that"
+        return
+    if teacher.top_k > 0:
+        yield (
+            f"algorithm.teacher.replicas {teacher.replicas}: engines score sampled tokens only; set "
+            "algorithm.teacher.top_k to 0, or replicas to 0 to hold the teacher on the trainer's ranks"
+        )
+    if rollout.temperature != 1:
+        yield (
+            f"rollout.temperature is {rollout.temperature}, but the teacher's engines score at temperature 1; set it "
+            "to 1, or algorithm.teacher.replicas to 0"
+        )
+    if config.agent.max_episode_tokens >= rollout.max_model_len:
+        yield (
+            f"agent.max_episode_tokens {config.agent.max_episode_tokens} leaves the teacher's engines no room within "
+            f"rollout.max_model_len {rollout.max_model_len}: they need one token more; raise the second"
         )
 
 
@@ -116,7 +155,7 @@ def check_updates(config: ExperimentConfig) -> Iterator[str]:
             "rollout takes the engine's for both; use recompute, or drop the correction"
         )
     low, high = correction.band()
-    if correction.mask in ("token_band", "geometric_band") and not low < 1 < high:
+    if correction.mask != "none" and not (low < 1 and (high > 1 or correction.mask == "outlier")):
         yield (
             f"algorithm.correction: the band [{low}, {high}] of mask {correction.mask} leaves out a ratio of 1, so "
             "every token of a policy that did not change; set low below 1 and high above"
@@ -154,7 +193,15 @@ def inert_algorithm_options(config: ExperimentConfig) -> dict[str, tuple[bool, s
             "no KL term is in the loss",
         ),
         "algorithm.target_kl": (updates == 1, "there is one update a step, after which nothing is left to skip"),
-        "algorithm.advantage.eps": (algorithm.advantage.std is False, "algorithm.advantage.std is false"),
+        "algorithm.advantage.eps": (
+            algorithm.advantage.std is False and algorithm.advantage.name != "gigpo",
+            "algorithm.advantage.std is false",
+        ),
+        "algorithm.critic.value_clip": (
+            algorithm.critic is not None and algorithm.critic.epochs * algorithm.minibatches == 1,
+            "the critic has one update a step, before which its values are the old ones",
+        ),
+        "algorithm.filters.max_staleness": (True, "every episode is played with the newest weights"),
         "algorithm.correction.cap": (correction.tis == "none", "algorithm.correction.tis is none"),
         "algorithm.correction.low": (no_band, "algorithm.correction.mask is none"),
         "algorithm.correction.high": (

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.errors import ConfigError
 from parallel.losses.kl import KL_ESTIMATORS
 from trajectory.advantages.inputs import Credit, EstimatorInputs
 from trajectory.advantages.registry import NEEDS, compute_credit
@@ -24,7 +25,7 @@ def scores_for_credit(config: ExperimentConfig) -> frozenset[str]:
     if algorithm.critic:
         wanted.add("values")
     if algorithm.teacher and algorithm.teacher.top_k == 0:
-        wanted |= {"teacher", "old"}
+        wanted |= {"old"} if algorithm.teacher.replicas else {"teacher", "old"}
     if algorithm.kl.coef > 0 and algorithm.kl.placement == "reward":
         wanted |= {"reference", "old"}
     return frozenset(wanted)
@@ -57,16 +58,33 @@ class CreditGiver:
         options = self._config.algorithm.advantage
         inputs = self._with_kl_penalties(inputs)
         credit = compute_credit(options.name, inputs, options.options())
+        if self._config.algorithm.critic and credit.value_targets is None:
+            raise ConfigError(
+                f"algorithm.advantage.name {options.name} gives no value_targets, so algorithm.critic would never "
+                "learn; give them in its Credit, or remove algorithm.critic"
+            )
         return finish_advantages(credit, inputs, whiten=options.whiten, clip=options.clip, per_step=options.per_step)
 
-    def _with_kl_penalties(self, inputs: EstimatorInputs) -> EstimatorInputs:
+    def kl_metrics(self, inputs: EstimatorInputs) -> dict[str, float]:
+        """`kl`, the mean over trained tokens, where it is a part of the reward; the loss reports its own."""
+        kl = self._token_kl(inputs)
+        return {} if kl is None else {"kl": float(kl.mean())}
+
+    def _token_kl(self, inputs: EstimatorInputs) -> np.ndarray | None:
+        """float64 [K]: the KL estimate of each token, old against reference; None where the reward has no such part."""
         kl = self._config.algorithm.kl
         if kl.coef == 0 or kl.placement != "reward":
-            return inputs
+            return None
         assert inputs.old_logprobs is not None
         assert inputs.reference_logprobs is not None
         old, reference = torch.from_numpy(inputs.old_logprobs), torch.from_numpy(inputs.reference_logprobs)
-        penalties = -kl.coef * KL_ESTIMATORS[kl.estimator](old, reference).numpy()
+        return KL_ESTIMATORS[kl.estimator](old, reference).numpy()
+
+    def _with_kl_penalties(self, inputs: EstimatorInputs) -> EstimatorInputs:
+        kl = self._token_kl(inputs)
+        if kl is None:
+            return inputs
+        penalties = -self._config.algorithm.kl.coef * kl
         of_steps = np.bincount(inputs.token_step(), weights=penalties, minlength=len(inputs.step_rewards))
         return replace(inputs, token_penalties=penalties, step_rewards=inputs.step_rewards + of_steps)
 

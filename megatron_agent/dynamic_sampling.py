@@ -7,7 +7,6 @@ A group whose returns are all equal teaches a group-relative estimator nothing; 
 from megatron_agent.session import Session
 from parallel.distribute import broadcast_object
 from rollout.episodes import RolloutResult
-from trajectory.filters import ZERO_VARIANCE
 
 
 def play_training_rows(session: Session, step: int) -> RolloutResult | None:
@@ -37,8 +36,8 @@ def _num_missing(session: Session, rounds: list[RolloutResult], step: int) -> in
     if session.rollout.fleet is None:  # a recording holds all rounds
         return 0
     groups = [group for result in rounds for group in result.groups]
-    kept, drops = session.batches.kept(groups, step=step)
-    return max(0, session.config.rollout.prompts_per_step - len(kept)) if drops[ZERO_VARIANCE] else 0
+    kept, _ = session.batches.kept(groups, step=step)
+    return max(0, session.config.rollout.prompts_per_step - len(kept))
 
 
 def _together(rounds: list[RolloutResult]) -> RolloutResult:

@@ -27,6 +27,7 @@ from rollout.episodes import RolloutManager, RolloutResult
 from rollout.fleet import Fleet
 from rollout.recorder import FILE_NAME, TrajectoryRecorder
 from rollout.replay import RecordedEpisodes
+from rollout.teacher import TeacherFleet
 from trajectory.advantages.registry import NEEDS
 
 
@@ -38,6 +39,8 @@ class RolloutSide:
     fleet: Fleet | None
     """None where recorded episodes are replayed."""
     episodes: RolloutManager | RecordedEpisodes
+    teacher: TeacherFleet | None
+    """Where the teacher has engines of its own."""
     rows: RowIterator
     eval_rows: list[Row]
     logger: MetricsLogger
@@ -107,7 +110,7 @@ class RolloutSide:
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
         # The gap between trainer and fleet is that of the first update: later ones train other weights.
         metrics |= {name: value for name, value in (updates[0] if updates else {}).items() if "logprob_gap" in name}
-        trained = batch.metrics.get("packed_tokens", 0.0) * self.config.algorithm.epochs
+        trained = batch.metrics.get("packed_tokens", 0.0) * len(updates) / max(1, len(batch.minibatches))
         metrics |= {
             "num_updates": float(len(updates)),
             "episode_retries": float(result.num_retries),
@@ -170,7 +173,7 @@ def _load_rows(
     return rows
 
 
-def _start_fleet(config: ExperimentConfig, stack: ExitStack) -> Fleet:
+def _connect_ray(config: ExperimentConfig, stack: ExitStack) -> None:
     ray_cluster.connect(
         config.cluster.ray_address,
         num_cpus=os.cpu_count() or 1,
@@ -179,6 +182,16 @@ def _start_fleet(config: ExperimentConfig, stack: ExitStack) -> Fleet:
         gpu_ids=fleet_gpus(config),
     )
     stack.callback(ray_cluster.disconnect)
+
+
+def _start_teacher(config: ExperimentConfig, stack: ExitStack) -> TeacherFleet:
+    teacher = TeacherFleet(config)
+    stack.callback(teacher.shutdown)
+    teacher.start()
+    return teacher
+
+
+def _start_fleet(config: ExperimentConfig, stack: ExitStack) -> Fleet:
     resumed_from = checkpoint.latest(checkpoint_folder(config))
     fleet = Fleet(config, start_name=resumed_from.name if resumed_from else "")
     stack.callback(fleet.shutdown)
@@ -219,6 +232,10 @@ def open_rollout_side(config: ExperimentConfig, *, for_training: bool = True) ->
         stack.callback(display.close)
         logger = MetricsLogger(folder, config.logging, run_name=config.run.name)
         stack.callback(logger.close)
+        teacher = config.algorithm.teacher if for_training else None
+        has_engines = teacher is not None and teacher.replicas > 0
+        if has_engines or not config.rollout.replay:
+            _connect_ray(config, stack)
         if config.rollout.replay:
             fleet, episodes = None, RecordedEpisodes(config.rollout.replay)
         else:
@@ -226,10 +243,13 @@ def open_rollout_side(config: ExperimentConfig, *, for_training: bool = True) ->
             fleet = _start_fleet(config, stack)
             episodes = RolloutManager(config, fleet)
         stack.callback(episodes.shutdown)
+        if has_engines:
+            display.phase("starting the teacher")
         yield RolloutSide(
             config=config,
             fleet=fleet,
             episodes=episodes,
+            teacher=_start_teacher(config, stack) if has_engines else None,
             rows=RowIterator(rows, seed=config.run.seed, shuffle=config.data.shuffle),
             eval_rows=eval_rows,
             logger=logger,

@@ -90,10 +90,10 @@ class Session:
             self.critic = CriticTrainer(self.config, total_updates=steps * critic.epochs * algorithm.minibatches)
         if algorithm.kl.coef > 0:
             self.reference = FrozenModel(self.config, self.config.model.path)
-        if algorithm.teacher:
+        if algorithm.teacher and not algorithm.teacher.replicas:
             self.teacher = FrozenModel(self.config, algorithm.teacher.path)
         if self.rollout:
-            self.batches = BatchBuilder(self.config, **self.layout)
+            self.batches = BatchBuilder(self.config, **self.layout, teacher=self.rollout.teacher)
 
     def newest_checkpoint(self) -> Path | None:
         """Where this run goes on from, as run.resume says; None for a fresh start."""

@@ -1,6 +1,6 @@
 """A problem of pure credit assignment: of ten moves only the third one matters, and the reward comes at the end.
 
-Each row has a column, a to d, and each column its own right move. An observation is a square, column and number of the
+Each row has a column, a or b, and each column its own right move. An observation is a square, column and number of the
 step; the third move leads to column g or h, by whether it was right, and the walk goes on there. An estimator that puts
 one scalar on the whole episode gives the nine other moves as much credit, which is noise; one that compares what can be
 expected before and after each move finds that only the third changes it.
