@@ -6,6 +6,8 @@ import pytest
 from recording import record_episodes
 from runs import metrics, run, write_config
 
+from megatron_agent.model_folders.tiny_qwen3 import build
+
 STEPS = 3
 CRITIC = {
     "advantage": {"name": "gae_step", "gamma": 0.9, "lam": 0.9, "whiten": True},
@@ -23,6 +25,7 @@ TIMES = ("_s", "_per_s", "time")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("algorithms")
     record_episodes(folder, steps=STEPS)
+    build(folder / "teacher", seed=1)
     return folder
 
 
@@ -47,10 +50,11 @@ def trained(folder: Path, name: str, algorithm: dict, **parallel: int) -> list[d
 
 
 def test_a_critic_gives_the_same_credit_on_any_ranks(folder):
-    """Values from all data ranks, whitening over all of them, markers behind truncated episodes: no rank waits for
-    another, and the numbers are those of one rank."""
-    alone = trained(folder, "alone", CRITIC)
-    split = trained(folder, "split", CRITIC, pipeline=2, data=2)
+    """Values from all data ranks, whitening over all of them, markers behind truncated episodes, a teacher's tokens
+    that only last stages know: no rank waits for another, and the numbers are those of one rank."""
+    algorithm = CRITIC | {"teacher": {"path": str(folder / "teacher"), "top_k": 64, "divergence": "js"}}
+    alone = trained(folder, "alone", algorithm)
+    split = trained(folder, "split", algorithm, pipeline=2, data=2)
     for one, four in zip(alone, split, strict=True):
         layout = {"packed_rows", "packed_tokens", "padding_frac"}
         names = {name for name in one if not name.endswith(TIMES)} - layout
@@ -61,6 +65,7 @@ def test_a_critic_gives_the_same_credit_on_any_ranks(folder):
     assert alone[0]["logprob_gap_mean"] > 0
     assert alone[1]["num_updates"] == 4
     assert alone[1]["value_loss"] > 0
+    assert alone[1]["distill"] > 1e-4
     assert 0 < alone[1]["correction_ess"] <= 1 + 1e-6
 
 
