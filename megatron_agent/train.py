@@ -11,17 +11,15 @@ What a rank holds is set up in session.py; what rank 0 alone does is in rollout_
 import argparse
 import sys
 
-from megatron_agent.batching import TrainingBatch
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_layout import run_folder
 from megatron_agent.dynamic_sampling import play_training_rows
 from megatron_agent.evaluate import evaluate
 from megatron_agent.metrics import PhaseClock
 from megatron_agent.process import run_rank
-from megatron_agent.session import CreditedRows, Session, SharedRows, open_session, share_minibatch
+from megatron_agent.scoring import CreditedRows, score, share
+from megatron_agent.session import Session, open_session
 from megatron_agent.warm_start import warm_start
-from parallel.distribute import broadcast_object
-from trajectory.packing import PackedMicrobatch
 
 
 def train(config: ExperimentConfig) -> None:
@@ -73,7 +71,7 @@ def train_step(session: Session, step: int) -> dict[str, float]:
     # Before the first update the policy is the one that acted, so its log-probs are the old ones.
     on_policy = algorithm.epochs * len(shared) == 1
     with clock("logprobs"):
-        minibatches, credit_metrics = session.score(shared, batch, on_policy=on_policy)
+        minibatches, credit_metrics = score(session, shared, batch, on_policy=on_policy)
     with clock("update"):
         frozen = algorithm.critic is not None and step <= algorithm.critic.warmup_steps
         critic_updates = update_critic(session, minibatches)
@@ -109,17 +107,6 @@ def update_critic(session: Session, minibatches: list[CreditedRows]) -> list[dic
         for _, _, num_values, critic_rows in minibatches
         if num_values > 0
     ]
-
-
-def share(batch: TrainingBatch | None) -> tuple[list[SharedRows], list[PackedMicrobatch]]:
-    """What this data rank trains of each minibatch; and what it only compares.
-
-    Collective; rank 0 passes the batch.
-    """
-    count, compares = broadcast_object((len(batch.minibatches), batch.untrained is not None) if batch else None)
-    minibatches = [share_minibatch(batch.minibatches[index] if batch else None) for index in range(count)]
-    untrained = share_minibatch(batch.untrained if batch else None).rows if compares else []
-    return minibatches, untrained
 
 
 def is_due(every: int, step: int) -> bool:

@@ -10,7 +10,8 @@ from megatron_agent.batching import Minibatch
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.data import load_records
 from megatron_agent.errors import DataError
-from megatron_agent.session import Session, share_minibatch
+from megatron_agent.scoring import share_minibatch
+from megatron_agent.session import Session
 from megatron_agent.tools.formats import get_tool_format
 from parallel.sft_step import run_sft
 from rollout.chat_renderer import TemplateRenderer

@@ -38,6 +38,7 @@ ASSEMBLY = {
     "megatron_agent.report_steps",
     "megatron_agent.rollout_metrics",
     "megatron_agent.rollout_side",
+    "megatron_agent.scoring",
     "megatron_agent.session",
     "megatron_agent.train",
     "megatron_agent.warm_start",

@@ -8,10 +8,11 @@ import pytest
 import torch
 from made_records import make_group, make_step, make_trajectory
 
-from megatron_agent import session as session_module
+from megatron_agent import scoring
 from megatron_agent.batching import BatchBuilder
 from megatron_agent.config import ExperimentConfig
-from megatron_agent.session import CreditedRows, Session, SharedRows
+from megatron_agent.scoring import CreditedRows, SharedRows, score
+from megatron_agent.session import Session
 from trajectory.packing import PackedMicrobatch
 from trajectory.steps import ContextChange, TrajectoryGroup
 
@@ -53,9 +54,9 @@ def groups() -> list[TrajectoryGroup]:
 
 def scored(monkeypatch: pytest.MonkeyPatch, **critic: Any) -> tuple[dict[str, MadeUp], list[CreditedRows]]:
     """The models of a session of one rank that scored the groups, in two minibatches, and what it gave."""
-    monkeypatch.setattr(session_module, "gather_shards", lambda shard: [shard])
-    monkeypatch.setattr(session_module, "scatter_shards", lambda shards: shards[0])
-    monkeypatch.setattr(session_module, "broadcast_object", lambda value: value)
+    monkeypatch.setattr(scoring, "gather_shards", lambda shard: [shard])
+    monkeypatch.setattr(scoring, "scatter_shards", lambda shards: shards[0])
+    monkeypatch.setattr(scoring, "broadcast_object", lambda value: value)
     config = ExperimentConfig.model_validate(
         {
             "run": {"name": "test"},
@@ -80,7 +81,7 @@ def scored(monkeypatch: pytest.MonkeyPatch, **critic: Any) -> tuple[dict[str, Ma
         SharedRows(part.per_data_rank[0], part.denominator, part.critic_rows[0] if part.critic_rows else None)
         for part in batch.minibatches
     ]
-    credited, _ = session.score(shared, batch, on_policy=False)
+    credited, _ = score(session, shared, batch, on_policy=False)
     return models, credited
 
 
