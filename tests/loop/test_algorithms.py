@@ -25,7 +25,7 @@ TIMES = ("_s", "_per_s", "time")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("algorithms")
     record_episodes(folder, steps=STEPS)
-    build(folder / "teacher", seed=1)
+    build(folder / "teacher", seed=1, initializer_range=0.1)
     return folder
 
 
@@ -38,6 +38,7 @@ def trained(folder: Path, name: str, algorithm: dict, **parallel: int) -> list[d
         write_config(
             own,
             run={"name": "run", "dir": str(own), "steps": STEPS},
+            agent={"max_episode_tokens": 128},
             model={"path": str(folder / "model"), "dtype": "fp32", "builder": {"name": "tiny_qwen3"}},
             rollout={"replay": str(folder / "trajectories.jsonl"), "max_model_len": 256},
             algorithm=algorithm,
@@ -80,3 +81,14 @@ def test_the_greedy_episode_is_the_baseline_and_a_far_policy_skips_updates(folde
     records = trained(folder, "greedy", options)
     assert records[0]["num_updates"] == 2, "the first update is on the old policy, the second one is not any more"
     assert records[0]["advantage_abs_max"] > 0
+
+
+def test_a_teacher_on_engines_of_its_own_says_what_one_on_the_ranks_says(folder):
+    options = {"advantage": {"name": "opd"}, "teacher": {"path": str(folder / "teacher")}}
+    on_ranks = trained(folder, "on_ranks", options)
+    options["teacher"] |= {"replicas": 2}
+    on_engines = trained(folder, "on_engines", options)
+    names = ("advantage_mean", "advantage_abs_mean", "advantage_abs_max", "loss", "grad_norm")
+    for ranks, engines in zip(on_ranks, on_engines, strict=True):
+        assert [engines[name] for name in names] == pytest.approx([ranks[name] for name in names], rel=1e-3, abs=1e-6)
+    assert on_ranks[0]["advantage_abs_mean"] > 0.1
