@@ -8,7 +8,7 @@ one that answers with half-new weights.
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from rollout.chat_renderer import end_of_turn_ids
 
 NO_WEIGHTS = -1
 """The version of a replica that waits for weights."""
+LOOK_AFTER_S = 5.0
+"""How often a call that waits for the engine looks whether that is still alive."""
 
 
 class ReplicaEngine:
@@ -66,7 +68,6 @@ class ReplicaEngine:
         """Sample one completion; raises FleetError where the replica has no weights yet."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._version == NO_WEIGHTS:
             raise FleetError("a replica was asked to generate before it had weights; send weights first")
@@ -82,12 +83,7 @@ class ReplicaEngine:
         self._next_request += 1
         version = self._version
         prompt = {"prompt_token_ids": list(prompt_ids)}
-        try:
-            outputs = [o async for o in self._engine.generate(prompt, request, f"request-{self._next_request}")]
-        except EngineDeadError:
-            self._engine.shutdown()
-            exit_actor()  # a replica whose engine died is a dead replica: the fleet starts another
-        output = outputs[-1]
+        output = await self._while_alive(_last(self._engine.generate(prompt, request, f"request-{self._next_request}")))
         sampled = output.outputs[0]
         token_ids = list(sampled.token_ids)
         return Completion(
@@ -97,6 +93,25 @@ class ReplicaEngine:
             policy_version=version,
             num_cached_tokens=output.num_cached_tokens or 0,
         )
+
+    async def _while_alive(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """What the call to the engine gives. Where the engine dies the actor ends: the fleet starts another one.
+
+        vLLM tells the calls that wait at that moment, but one that comes in the same moment would wait for ever.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_AFTER_S))[0]:
+                if self._engine.errored:
+                    raise EngineDeadError
+            return task.result()
+        except EngineDeadError:
+            self._engine.shutdown()
+            exit_actor()
+        finally:
+            task.cancel()
 
     async def version(self) -> int:
         """The version of the weights that serve; NO_WEIGHTS where none do."""
@@ -109,7 +124,7 @@ class ReplicaEngine:
     async def begin_update(self) -> None:
         """Stop serving and wait until no request is in flight."""
         self._version = NO_WEIGHTS
-        await self._engine.pause_generation(mode="wait", clear_cache=True)
+        await self._while_alive(self._engine.pause_generation(mode="wait", clear_cache=True))
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """vLLM's handshake with the trainer's transport."""
@@ -120,17 +135,17 @@ class ReplicaEngine:
     async def start_weight_update(self) -> None:
         """Open the bracket of one update."""
         self._is_updating = True
-        await self._engine.start_weight_update()
+        await self._while_alive(self._engine.start_weight_update())
 
     async def update_weights(self, update_info: Any) -> None:
         """Load one bucket."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+        await self._while_alive(self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
 
     async def finish_weight_update(self) -> None:
         """Close the bracket."""
-        await self._engine.finish_weight_update()
+        await self._while_alive(self._engine.finish_weight_update())
         self._is_updating = False
 
     async def commit_update(self, version: int) -> None:
@@ -145,6 +160,14 @@ class ReplicaEngine:
         if self._engine is not None:
             self._engine.shutdown()
         await asyncio.sleep(0)
+
+
+async def _last(outputs: AsyncIterator[Any]) -> Any:
+    """The last of a request's outputs."""
+    last = None
+    async for output in outputs:
+        last = output
+    return last
 
 
 def base_engine_args(config: ExperimentConfig, *, on_cpu: bool) -> dict[str, Any]:
