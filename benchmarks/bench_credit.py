@@ -16,7 +16,6 @@ table, and one JSON object as the last line. Three minutes a run on two cores at
 import argparse
 import itertools
 import json
-import signal
 import statistics
 import subprocess
 import sys
@@ -63,7 +62,7 @@ def reached(values: list[float], threshold: float) -> int | None:
 
 
 def steps_to_threshold(experiment: str, overrides: list[str], options: argparse.Namespace, folder: Path) -> int:
-    """Train until the threshold is reached; the process is ended by the signal that Ctrl-C sends."""
+    """Train until the threshold is reached; then the process is told to end, which it does within seconds."""
     command = [
         str(Path(sys.executable).with_name("megatron-agent")), "train", experiment, f"run.dir={folder}", "run.name=run",
         f"run.steps={options.max_steps}", "logging.report=false", "checkpoint.export_hf=false", *overrides,
@@ -85,7 +84,7 @@ def steps_to_threshold(experiment: str, overrides: list[str], options: argparse.
                 time.sleep(POLL_S)
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+                process.terminate()
                 process.wait(timeout=STOP_S)
 
 
