@@ -16,15 +16,16 @@ def play_training_rows(session: Session, step: int) -> RolloutResult | None:
     max_rounds = config.algorithm.filters.max_resample_rounds if config.algorithm.filters.zero_variance else 0
     rounds: list[RolloutResult] = []
     missing, started = wanted, 0
-    for _ in range(1 + max_rounds):
+    for rounds_left in range(max_rounds, -1, -1):
         if session.rollout:
             session.rollout.start_training_rows(step, count=missing, first_place=started)
         started += missing
         result = session.run_episodes(step=step, phase="train")
         if result:
             rounds.append(result)
-        missing = broadcast_object(_num_missing(session, rounds, step) if result else None)
-        if not missing:
+        if rounds_left:
+            missing = broadcast_object(_num_missing(session, rounds, step) if result else None)
+        if not rounds_left or not missing:
             break
     return _together(rounds) if rounds else None
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torch.distributed import TCPStore
+import rendezvous
 
 WORKER = Path(__file__).with_name("model_worker.py")
 
@@ -17,22 +17,16 @@ def launch(jobs_of_size: dict[int, list[dict]], folder: Path, *, timeout_s: floa
 
     Raises AssertionError with the ends of the ranks' logs where a rank fails. No rank outlives the call.
     """
-    # Each job's rendezvous is open here already: a port that was only picked could be taken by then.
-    stores = {
-        job["name"]: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for jobs in jobs_of_size.values()
-        for job in jobs
-    }
+    stores = {job["name"]: rendezvous.open_store() for jobs in jobs_of_size.values() for job in jobs}
     groups = [
         [world_size, [job | {"port": stores[job["name"]].port} for job in jobs]]
         for world_size, jobs in jobs_of_size.items()
     ]
     (folder / "groups.json").write_text(json.dumps(groups))
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with open(folder / "worker.log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, str(WORKER), str(folder)],
-            env=os.environ | rendezvous | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | rendezvous.ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # the ranks are its children, so all can be ended together

@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import rendezvous
 import torch
-from torch.distributed import TCPStore
 
 WORKER = Path(__file__).with_name("trainer_worker.py")
 
@@ -36,18 +36,16 @@ class Result:
 
 def launch(groups: list[Group], folder: Path, *, timeout_s: float = 120) -> dict[str, list[int]]:
     """Run the groups in turn; returns the exit codes of each one's ranks. No rank outlives the call."""
-    # Each job's rendezvous is open here already: a port that was only picked could be taken by then.
-    stores = [[TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in g.jobs] for g in groups]
+    stores = [[rendezvous.open_store() for _ in group.jobs] for group in groups]
     described = [
         vars(group) | {"ports": [store.port for store in own], "timeout_s": timeout_s}
         for group, own in zip(groups, stores, strict=True)
     ]
     (folder / "groups.json").write_text(json.dumps(described))
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with open(folder / "worker.log", "w") as log:
         subprocess.run(
             [sys.executable, str(WORKER), str(folder)],
-            env=os.environ | rendezvous | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | rendezvous.ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
             timeout=timeout_s * (len(groups) + 1),
