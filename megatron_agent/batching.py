@@ -18,7 +18,7 @@ from megatron_agent.credit import CreditGiver, TokenScores
 from megatron_agent.errors import DataError
 from trajectory.advantages.inputs import Credit, EstimatorInputs, estimator_inputs
 from trajectory.filters import Filters, filter_groups
-from trajectory.packing import PackedMicrobatch, RowCredit, plan_microbatches
+from trajectory.packing import PackedMicrobatch, RowCredit, plan_microbatches, row_cost
 from trajectory.samples import Sample, merge_steps, with_prefix
 from trajectory.steps import Trajectory, TrajectoryGroup
 
@@ -72,12 +72,23 @@ class BatchBuilder:
         *,
         data_parallel_size: int,
         pad_multiple: int,
+        pair_cost: float = 0.0,
         teacher: SequenceScorer | None = None,
     ) -> None:
-        """`teacher` scores tokens where it is not the trainer's ranks that do."""
+        """`teacher` scores tokens where it is not the trainer's ranks that do; for the rest see
+        `trajectory.packing.plan_microbatches`."""
         self._config = config
         self._teacher = teacher
-        self._layout = {"data_parallel_size": data_parallel_size, "pad_multiple": pad_multiple}
+        self._data_parallel_size = data_parallel_size
+        self._pair_cost = pair_cost
+        self._plan_rows = partial(
+            plan_microbatches,
+            tokens_per_row=config.packing.tokens_per_row,
+            data_parallel_size=data_parallel_size,
+            pad_multiple=pad_multiple,
+            share=config.packing.prefix_tree,
+            pair_cost=pair_cost,
+        )
         self._credit = CreditGiver(config)
         filters = config.algorithm.filters
         self._filters = Filters(
@@ -116,7 +127,7 @@ class BatchBuilder:
                 replace(minibatch, per_data_rank=_with_credit(minibatch.per_data_rank, rows))
                 for minibatch, (rows, _) in zip(minibatches, spread_credit(minibatches, inputs, credit), strict=True)
             ]
-        metrics |= _packing_metrics(minibatches) | {"trained_tokens": float(inputs.num_tokens)}
+        metrics |= _packing_metrics(minibatches, self._pair_cost) | {"trained_tokens": float(inputs.num_tokens)}
         untrained = None
         if not minibatches:
             rows = self._one_row_each(trajectories)
@@ -171,10 +182,14 @@ class BatchBuilder:
             if privileged is not None:
                 prefix_ids = _privileged_ids(trajectory, privileged)
                 critic_samples += [with_prefix(sample, prefix_ids) for sample in merge(mark_next=True)]
+
+        def plan(own: Sequence[Sample]) -> list[list[PackedMicrobatch]]:
+            return self._plan_rows(own, families=inputs.trajectory_group[[s.trajectory_index for s in own]])
+
         return Minibatch(
-            per_data_rank=self._plan(samples),
+            per_data_rank=plan(samples),
             denominator=denominator,
-            critic_rows=None if privileged is None else self._plan(critic_samples),
+            critic_rows=None if privileged is None else plan(critic_samples),
         )
 
     def _loss_weights(self, members: np.ndarray, inputs: EstimatorInputs) -> tuple[np.ndarray, float]:
@@ -206,12 +221,9 @@ class BatchBuilder:
             own = merge_steps(trajectory, trajectory_index=index)
             samples += own
             num_tokens += sum(sample.num_tokens for sample in own)
-            if num_tokens >= tokens_per_row * self._layout["data_parallel_size"]:
+            if num_tokens >= tokens_per_row * self._data_parallel_size:
                 break
-        return self._plan(samples)
-
-    def _plan(self, samples: Sequence[Sample]) -> list[list[PackedMicrobatch]]:
-        return plan_microbatches(samples, tokens_per_row=self._config.packing.tokens_per_row, **self._layout)
+        return self._plan_rows(samples)
 
 
 def _privileged_ids(trajectory: Trajectory, name: str) -> np.ndarray:
@@ -238,8 +250,7 @@ def collect_scores(
                     target = found.setdefault(name, np.zeros(inputs.num_tokens))
                     target[index] = values.numpy()[trained]
                     if name == "values":
-                        assert row.value_mask is not None
-                        markers = row.value_mask.numpy() & ~trained
+                        markers = ~trained & (row.trajectory_index.numpy() >= 0)
                         bootstrap[row.trajectory_index.numpy()[markers]] = values.numpy()[markers]
     return replace(
         inputs,
@@ -315,11 +326,20 @@ def _token_index(row: PackedMicrobatch, first_token: np.ndarray) -> np.ndarray:
     return first_token[row.trajectory_index.numpy()[row.loss_mask.numpy()]] + row.trained_index
 
 
-def _packing_metrics(minibatches: Sequence[Minibatch]) -> dict[str, float]:
+def _packing_metrics(minibatches: Sequence[Minibatch], pair_cost: float) -> dict[str, float]:
+    """Counts of the policy's rows; `shared_frac` is the share of tokens that a prefix tree saved, `rank_balance` what
+    the busiest data rank has to do over the mean, in the worst minibatch."""
     rows = [row for minibatch in minibatches for shard in minibatch.per_data_rank for row in shard]
-    num_packed = sum(row.num_tokens for row in rows)
+    num_packed, num_padding = sum(row.num_tokens for row in rows), sum(row.num_padding for row in rows)
+    num_unshared = sum(row.num_unshared for row in rows)
+    balances = [1.0]
+    for minibatch in minibatches:
+        costs = [sum(row_cost(row, pair_cost=pair_cost) for row in shard) for shard in minibatch.per_data_rank]
+        balances.append(max(costs) * len(costs) / max(1.0, sum(costs)))
     return {
         "packed_tokens": float(num_packed),
         "packed_rows": float(len(rows)),
-        "padding_frac": sum(row.num_padding for row in rows) / max(1, num_packed),
+        "padding_frac": num_padding / max(1, num_packed),
+        "shared_frac": 1.0 - (num_packed - num_padding) / max(1, num_unshared),
+        "rank_balance": max(balances),
     }

@@ -143,6 +143,9 @@ class RolloutConfig(Section):
 class PackingConfig(Section):
     tokens_per_row: PositiveInt = 4096
     """Token budget of one packed row; a longer sample gets a row of its own."""
+    prefix_tree: bool = True
+    """Lay out what the samples of a row begin with in common once, so that it is computed once; the gradient is the
+    same."""
 
 
 class ParallelConfig(Section):

@@ -24,6 +24,7 @@ from megatron_agent.rollout_side import RolloutSide, open_rollout_side
 from parallel import checkpoint, process_groups
 from parallel.critic import CriticTrainer
 from parallel.distribute import broadcast_object
+from parallel.families.registry import family_for
 from parallel.hf_export import export_hf
 from parallel.hf_folder import load_hf_weights
 from parallel.model import build_model, read_hf_config
@@ -127,12 +128,14 @@ class Session:
         export_hf(self.model_chunks, self.config.model.path, folder)
 
     @property
-    def layout(self) -> dict[str, int]:
-        """How batches have to be laid out for these ranks."""
+    def layout(self) -> dict[str, Any]:
+        """How batches have to be laid out for these ranks and this model."""
+        hf_config = read_hf_config(self.config.model.path)
         sequence_parallel = self.config.parallel.sequence and process_groups.tensor_size() > 1
         return {
             "data_parallel_size": process_groups.data_size(),
             "pad_multiple": process_groups.tensor_size() if sequence_parallel else 1,
+            "pair_cost": family_for(hf_config).attention_pair_cost(hf_config),
         }
 
     def run_episodes(self, *, step: int, phase: str) -> RolloutResult | None:

@@ -71,7 +71,12 @@ def _minibatch(session: Session, samples: Sequence[Sample] | None, update: int) 
     assert config.sft is not None
     chosen = [samples[index] for index in _draw(len(samples), config.sft.batch_size, config.run.seed, update)]
     return Minibatch(
-        per_data_rank=plan_microbatches(chosen, tokens_per_row=config.packing.tokens_per_row, **session.layout),
+        per_data_rank=plan_microbatches(
+            chosen,
+            tokens_per_row=config.packing.tokens_per_row,
+            share=config.packing.prefix_tree,
+            **session.layout,
+        ),
         denominator=float(sum(sample.loss_mask.sum() for sample in chosen)),
     )
 

@@ -15,7 +15,6 @@ from parallel.losses.value import value_loss
 from parallel.model import build_model
 from parallel.optimizer import LrScheduler, build_optimizer
 from parallel.updates import accumulate_gradients, add_gradients_only, apply_gradients, total_terms
-from parallel.value_head import value_positions, values_at
 from trajectory.packing import PackedMicrobatch
 
 # Variance of the targets over their mean square; below it, float32 targets are all equal.
@@ -45,18 +44,11 @@ class CriticTrainer:
             add_gradients_only(chunk)
 
     def compute_values(self, microbatches: list[PackedMicrobatch]) -> list[torch.Tensor]:
-        """Values under the current weights where `value_mask` asks for them, of the state before each token.
+        """Values under the current weights, of the state before each entry's token.
 
-        One float32 [T] CPU tensor per microbatch, 0 elsewhere, on every rank of the model-parallel group.
+        One float32 [N] CPU tensor per microbatch, on every rank of the model-parallel group.
         """
-
-        def values(microbatch: PackedMicrobatch, output: torch.Tensor) -> torch.Tensor:
-            assert microbatch.value_mask is not None, "a microbatch has no value_mask"
-            positions = value_positions(microbatch.value_mask, microbatch.cu_seqlens).to(output.device)
-            row = output.new_zeros(microbatch.num_tokens, dtype=torch.float32)
-            return row.index_copy(0, positions, values_at(output, positions))
-
-        return score(self.model_chunks, microbatches, values)
+        return score(self.model_chunks, microbatches, _values)
 
     def update(self, microbatches: list[PackedMicrobatch], *, denominator: float) -> dict[str, float]:
         """One optimizer update on sum(value_weights * loss) / denominator; metrics of the whole batch, equal on all
@@ -82,18 +74,17 @@ class CriticTrainer:
 
     def _loss(self, microbatch: PackedMicrobatch, output: torch.Tensor) -> tuple[torch.Tensor, MetricTerms]:
         """Only what is trained is read, so what stands elsewhere, NaN too, reaches nothing."""
-        mask, weights, targets = microbatch.value_mask, microbatch.value_weights, microbatch.value_targets
-        assert mask is not None, "a microbatch has no value_mask"
+        weights, targets = microbatch.value_weights, microbatch.value_targets
         if weights is None or targets is None:
             raise ValueError("a microbatch has no value_targets or value_weights; compute the advantages first")
         old_values, value_clip = microbatch.old_values, self._options.value_clip
         if value_clip is not None and old_values is None:
             raise ValueError("a microbatch has no old_values; algorithm.critic.value_clip needs them")
-        positions = value_positions(mask & (weights != 0), microbatch.cu_seqlens)
-        values = values_at(output, positions)
+        is_trained = weights != 0
+        values = _values(microbatch, output)[is_trained.to(output.device)]
 
         def trained(column: torch.Tensor) -> torch.Tensor:
-            return column[positions].to(values.device)
+            return column[is_trained].to(values.device)
 
         target = trained(targets)
         terms, stopped = value_loss(
@@ -101,6 +92,11 @@ class CriticTrainer:
         )
         loss = (trained(weights) * terms).sum()
         return loss, MetricTerms(_metric_sums(loss, values, target, stopped), {})
+
+
+def _values(microbatch: PackedMicrobatch, output: torch.Tensor) -> torch.Tensor:
+    """fp32 [N]: each entry's value from the critic's output [R, 1]."""
+    return output[microbatch.asked_index.to(output.device), 0]
 
 
 def _metric_sums(

@@ -17,7 +17,7 @@ from parallel.top_tokens import TopTokens, top_tokens
 from trajectory.packing import PackedMicrobatch
 
 LastStageFn = Callable[[PackedMicrobatch, torch.Tensor], object]
-"""(microbatch, the last stage's output: this tensor rank's logits [T, V], a critic's values [T, 1]) -> what the
+"""(microbatch, the last stage's output: this tensor rank's logits [R, V], a critic's values [R, 1]) -> what the
 schedule collects."""
 
 
@@ -33,7 +33,7 @@ def run_schedule(
 
     def forward_step(iterator: Iterator[PackedMicrobatch], chunk: nn.Module):
         microbatch = next(iterator)
-        output = forward_row(chunk, microbatch.token_ids, microbatch.position_ids, microbatch.cu_seqlens)
+        output = forward_row(chunk, microbatch)
         # Megatron passes `non_loss_data` when it only collects; both kinds are the same function here.
         return output, lambda result, non_loss_data=False: last_stage(microbatch, result)
 
@@ -52,21 +52,16 @@ def run_schedule(
 def microbatch_logprobs(
     microbatch: PackedMicrobatch, logits: torch.Tensor, *, vocab_size: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropy) of the trained tokens, float32 [T] on the logits' device, 0 elsewhere."""
+    """(log-probs, entropy) of the row's entries, float32 [N] on the logits' device."""
     return token_logprobs(
-        logits,
-        microbatch.token_ids,
-        cu_seqlens=microbatch.cu_seqlens,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        mask=microbatch.loss_mask,
+        logits, microbatch.asked_index, microbatch.target_ids, vocab_size=vocab_size, temperature=temperature
     )
 
 
 def compute_logprobs(
     model_chunks: list[nn.Module], microbatches: list[PackedMicrobatch], *, vocab_size: int, temperature: float
 ) -> list[torch.Tensor]:
-    """Log-probs of the trained tokens without gradient: one float32 [T] CPU tensor per microbatch, 0 where masked.
+    """Log-probs of the rows' entries without gradient: one float32 [N] CPU tensor per microbatch.
 
     Collective over the model-parallel group; every rank of it gets them.
     """
@@ -86,22 +81,14 @@ def compute_top_tokens(
     ids_below: int,
     temperature: float,
 ) -> list[TopTokens]:
-    """The k likeliest tokens in the place of the N trained ones, of each microbatch, on CPU; see `top_tokens`.
+    """The k likeliest tokens behind each of the R that are asked, of each microbatch, on CPU; see `top_tokens`.
 
     Only the ranks of the last stage get them, which is where losses are; [] elsewhere. Collective over the
     model-parallel group.
     """
 
-    def last_stage(microbatch: PackedMicrobatch, logits: torch.Tensor) -> TopTokens:
-        found = top_tokens(
-            logits,
-            k=k,
-            cu_seqlens=microbatch.cu_seqlens,
-            vocab_size=vocab_size,
-            temperature=temperature,
-            mask=microbatch.loss_mask,
-            ids_below=ids_below,
-        )
+    def last_stage(_microbatch: PackedMicrobatch, logits: torch.Tensor) -> TopTokens:
+        found = top_tokens(logits, k=k, vocab_size=vocab_size, temperature=temperature, ids_below=ids_below)
         return TopTokens(found.ids.cpu(), found.logprobs.cpu())
 
     with torch.no_grad():
@@ -113,13 +100,13 @@ def score(
     microbatches: list[PackedMicrobatch],
     last_stage: Callable[[PackedMicrobatch, torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Run the model without gradient: one float32 [T] CPU tensor per microbatch, as `last_stage` gives it there.
+    """Run the model without gradient: one float32 [N] CPU tensor per microbatch, as `last_stage` gives it there.
 
     Collective over the model-parallel group; every rank of it gets them.
     """
     with torch.no_grad():
         collected = run_schedule(model_chunks, microbatches, last_stage, forward_only=True)
-    lengths = [microbatch.num_tokens for microbatch in microbatches]
+    lengths = [len(microbatch.target_ids) for microbatch in microbatches]
     if process_groups.is_last_stage():
         flat = torch.cat(collected)
     else:

@@ -23,11 +23,13 @@ from transformers import AutoConfig
 from megatron_agent.config import ExperimentConfig, ParallelConfig
 from megatron_agent.errors import ConfigError, ModelFolderError
 from parallel import process_groups
-from parallel.attention import PackedAttention, PackedRow, packed_row
+from parallel.asked_outputs import AskedOutputs
+from parallel.attention import PackedAttention, packed_row
 from parallel.families.dense import DenseFamily, padded_vocab_size, rotary_frequencies
 from parallel.families.registry import family_for
 from parallel.norm import RMSNorm
 from parallel.value_head import ValueHead
+from trajectory.packing import PackedMicrobatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -70,12 +72,14 @@ def build_model(
         pre_process=process_groups.is_first_stage(),
         post_process=process_groups.is_last_stage(),
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not value_head,
-        position_embedding_type="rope" if use_te else "none",
+        position_embedding_type="none",  # PackedAttention turns queries and keys itself
     )
-    if value_head and process_groups.is_last_stage():
-        model.output_layer = ValueHead(transformer_config)  # pyright: ignore[reportAttributeAccessIssue]
-    if use_te:
-        model.rotary_pos_emb.inv_freq = inv_freq  # Megatron's own knows llama3 scaling only with fixed parameters
+    if process_groups.is_last_stage():
+        if value_head:
+            model.output_layer = ValueHead(transformer_config)  # pyright: ignore[reportAttributeAccessIssue]
+        model.asked_outputs = AskedOutputs(  # pyright: ignore[reportArgumentType]
+            model.output_layer, sequence_parallel=transformer_config.sequence_parallel
+        )
     model.to(process_groups.device())
     if not for_training:
         model.requires_grad_(False).eval()
@@ -93,20 +97,20 @@ def unwrap(chunk: torch.nn.Module) -> Any:
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
-def forward_row(
-    chunk: torch.nn.Module, token_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor
-) -> torch.Tensor:
+def forward_row(chunk: torch.nn.Module, microbatch: PackedMicrobatch) -> torch.Tensor:
     """Run one packed row through this stage.
 
-    `token_ids`, `position_ids` int64 [T] and `cu_seqlens` int32 [S+1], on any device. With sequence parallelism T is
-    a multiple of the tensor-parallel size. Returns the logits [T, V / tensor_size] in the model's type on the last
-    stage (V with padding; a critic's values [T, 1] in fp32), the hidden states [T, 1, hidden_size] elsewhere
-    (T / tensor_size with sequence parallelism).
+    With sequence parallelism T is a multiple of the tensor-parallel size. Returns, on the last stage, the outputs of
+    the R tokens that `microbatch.asked` names: the logits [R, V / tensor_size] in the model's type (V with padding), or
+    a critic's values [R, 1] in fp32. Elsewhere the hidden states [T, 1, hidden_size] (T / tensor_size with sequence
+    parallelism).
     """
     device = process_groups.device()
-    token_ids, position_ids = token_ids.to(device)[None], position_ids.to(device)
-    row: PackedRow = packed_row(position_ids, cu_seqlens)
-    output = chunk(token_ids, position_ids[None], None, packed_seq_params=row)
+    position_ids = microbatch.position_ids.to(device)
+    row = packed_row(position_ids, microbatch.node_bounds, microbatch.node_parents)
+    if process_groups.is_last_stage():
+        unwrap(chunk).asked_outputs.tokens = microbatch.asked.to(device)
+    output = chunk(microbatch.token_ids.to(device)[None], position_ids[None], None, packed_seq_params=row)
     return output.squeeze(0) if process_groups.is_last_stage() else output
 
 
@@ -158,7 +162,6 @@ def _transformer_config(
         gradient_accumulation_fusion=False,
         bias_activation_fusion=on_cuda,
         bias_dropout_fusion=on_cuda,
-        apply_rope_fusion=use_te,
     )
 
 
@@ -175,13 +178,20 @@ def _recompute_options(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _block_spec(config: TransformerConfig, inv_freq: torch.Tensor, *, use_te: bool) -> Any:
+    attend = functools.partial(PackedAttention, inv_freq=inv_freq)
     if use_te:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer.submodules.self_attention.submodules.core_attention = functools.partial(  # type: ignore[union-attr]
+            attend, varlen=TEDotProductAttention
+        )
+        return layer
     layer: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = functools.partial(PackedAttention, inv_freq=inv_freq)
+    attention.core_attention = attend
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(

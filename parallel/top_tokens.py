@@ -11,32 +11,24 @@ import torch
 import torch.distributed as dist
 
 from parallel import process_groups
-from parallel.logprobs import VocabSlice, asked_positions, row_chunks, scaled_rows
+from parallel.logprobs import VocabSlice, row_chunks, scaled_rows
 
 
 class TopTokens(NamedTuple):
-    """The k likeliest tokens in the place of each of N tokens, likeliest first; on CPU between passes."""
+    """The k likeliest tokens of each of R rows of logits, likeliest first; on CPU between passes."""
 
     ids: torch.Tensor
-    """int32 [N, k]; distinct in each row."""
+    """int32 [R, k]; distinct in each row."""
     logprobs: torch.Tensor
-    """float32 [N, k]; under the distribution over the whole vocabulary, so their probabilities sum to less than 1."""
+    """float32 [R, k]; under the distribution over the whole vocabulary, so their probabilities sum to less than 1."""
 
 
 def top_tokens(
-    logits: torch.Tensor,
-    *,
-    k: int,
-    cu_seqlens: torch.Tensor,
-    vocab_size: int,
-    temperature: float,
-    mask: torch.Tensor,
-    ids_below: int | None = None,
+    logits: torch.Tensor, *, k: int, vocab_size: int, temperature: float, ids_below: int | None = None
 ) -> TopTokens:
-    """The k likeliest tokens under softmax(logits / temperature) in the place of each token that is asked for.
+    """The k likeliest tokens under softmax(logits / temperature) of each row.
 
-    `logits` [T, V] of this tensor rank, `cu_seqlens` int32 [S+1], `vocab_size` without padding, `mask` bool [T] the
-    N tokens that are asked for (first tokens of segments are left out). With `ids_below` only ids under it are
+    `logits` [R, V] of this tensor rank, `vocab_size` without padding. With `ids_below` only ids under it are
     candidates. Equal on all tensor ranks, on the logits' device; no gradient. Collective over the tensor group.
     Raises ValueError where there are fewer than k candidates.
     """
@@ -44,15 +36,14 @@ def top_tokens(
     if k > num_ids:
         raise ValueError(f"the {k} likeliest of {num_ids} tokens were asked for; lower algorithm.teacher.top_k")
     vocab = VocabSlice.of(logits, vocab_size=vocab_size, temperature=temperature)
-    rows = asked_positions(mask.numel(), cu_seqlens, mask).to(logits.device) - 1
-    ids = torch.zeros((len(rows), k), dtype=torch.int32, device=logits.device)
+    ids = torch.zeros((len(logits), k), dtype=torch.int32, device=logits.device)
     # The last column is the log of the sum of exp over this rank's vocabulary.
-    values = torch.full((len(rows), k + 1), -torch.inf, device=logits.device)
+    values = torch.full((len(logits), k + 1), -torch.inf, device=logits.device)
     num_candidates = min(vocab.num_real, max(0, num_ids - vocab.start))
     num_own = min(k, num_candidates)
     if vocab.num_real:
-        for part in row_chunks(logits, rows, vocab):
-            z = scaled_rows(logits.detach(), rows[part], vocab)
+        for part in row_chunks(logits, vocab):
+            z = scaled_rows(logits.detach(), part, vocab)
             values[part, -1] = z.logsumexp(dim=-1)
             if num_own:
                 own = z[:, :num_candidates].topk(num_own)

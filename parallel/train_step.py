@@ -45,9 +45,9 @@ class PolicyTrainer:
             add_gradients_only(chunk)
 
     def compute_logprobs(self, microbatches: list[PackedMicrobatch]) -> list[torch.Tensor]:
-        """Log-probs of the trained tokens under the current weights at the rollout temperature.
+        """Log-probs of the rows' entries under the current weights at the rollout temperature.
 
-        One float32 [T] CPU tensor per microbatch, 0 where masked, on every rank of the model-parallel group.
+        One float32 [N] CPU tensor per microbatch, on every rank of the model-parallel group.
         """
         return compute_logprobs(self._chunks, microbatches, vocab_size=self._vocab_size, temperature=self._temperature)
 
@@ -114,27 +114,25 @@ class PolicyTrainer:
     def _token_terms(
         self, microbatch: PackedMicrobatch, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(log-probs, entropy, divergence from the teacher) of the trained tokens, float32 [T], 0 elsewhere; without
-        the teacher's top tokens no divergence."""
+        """(log-probs, entropy, divergence from the teacher) of the row's entries, float32 [N]; without the teacher's
+        top tokens no divergence."""
         logprobs, entropy, of_teachers_tokens = token_and_candidate_logprobs(
             logits,
-            microbatch.token_ids,
+            microbatch.asked_index,
+            microbatch.target_ids,
             microbatch.teacher_top_ids,
-            cu_seqlens=microbatch.cu_seqlens,
             vocab_size=self._vocab_size,
             temperature=self._temperature,
-            mask=microbatch.loss_mask,
         )
         if microbatch.teacher_top_logprobs is None:
             return logprobs, entropy, None
         assert self._algorithm.teacher is not None
-        of_trained = distillation.divergence(
+        divergence = distillation.divergence(
             of_teachers_tokens,
             microbatch.teacher_top_logprobs.to(logits.device),
             kind=self._algorithm.teacher.divergence,
         )
-        mask = microbatch.loss_mask.to(logits.device)
-        return logprobs, entropy, torch.zeros_like(logprobs).masked_scatter(mask, of_trained)
+        return logprobs, entropy, divergence[microbatch.asked_index.to(logits.device)]
 
     def _sft_loss(self, microbatch: PackedMicrobatch, logits: torch.Tensor) -> tuple[torch.Tensor, MetricTerms]:
         logprobs, entropy = microbatch_logprobs(microbatch, logits, vocab_size=self._vocab_size, temperature=1.0)
@@ -151,8 +149,6 @@ def _loss_inputs(
     """The loss's view of a microbatch, on the logits' device."""
     device = logprobs.device
     reference = microbatch.reference_logprobs
-    num_sequences = len(microbatch.cu_seqlens) - 1
-    sequence_ids = torch.repeat_interleave(torch.arange(num_sequences), microbatch.cu_seqlens.diff())
     return LossInputs(
         mask=microbatch.loss_mask.to(device),
         weights=microbatch.loss_weights.to(device),
@@ -161,7 +157,7 @@ def _loss_inputs(
         old_logprobs=old_logprobs.to(device),
         rollout_logprobs=microbatch.rollout_logprobs.to(device),
         entropy=entropy,
-        sequence_ids=sequence_ids.to(device),
+        sequence_ids=microbatch.sample_index.to(device),
         step_ids=_step_ids(microbatch).to(device),
         reference_logprobs=None if reference is None else reference.to(device),
         divergence=divergence,
@@ -169,7 +165,7 @@ def _loss_inputs(
 
 
 def _step_ids(microbatch: PackedMicrobatch) -> torch.Tensor:
-    """int64 [T]: number of each trained token's step in the row; a step's trained tokens follow one another."""
+    """int64 [N]: number of each trained token's step in the row; a step's trained tokens follow one another."""
     mask = microbatch.loss_mask
     trajectory, step = microbatch.trajectory_index[mask], microbatch.step_index[mask]
     begins = torch.zeros(len(step), dtype=torch.int64)

@@ -1,15 +1,14 @@
-"""A critic's output layer: one value per token from the last hidden states, and which token each value is about.
+"""A critic's output layer: one value per token that is asked for, from the last hidden states.
 
-The shift by one of values happens here and nowhere else: the value at index t is that of the state before token t,
-read from the hidden state at t - 1, where the log-prob of token t comes from too.
+The value of the state before a token is read where the token's log-prob comes from: at the token before it
+(trajectory/packing.py).
 
-Shapes: T tokens, N tokens whose value is asked for, H hidden size.
+Shapes: R tokens whose outputs are asked for, H hidden size.
 """
 
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 
 from parallel import process_groups
@@ -27,31 +26,10 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self._gather = config.sequence_parallel
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=process_groups.device())
         )
 
     def forward(self, hidden_states: torch.Tensor, **_unused: Any) -> tuple[torch.Tensor, None]:
-        """[T, 1, H] (T / tensor_size with sequence parallelism) -> (values [T, 1, 1], no bias), as GPTModel calls it.
-        Collective over the tensor group with sequence parallelism."""
-        if self._gather:
-            # Every rank goes on with all tokens, so each takes back its own part of the gradient: a sum over ranks
-            # would count it tensor_size times.
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        """[R, 1, H] -> (values [R, 1, 1], no bias), as GPTModel calls it."""
         return torch.nn.functional.linear(hidden_states.float(), self.weight.float()), None
-
-
-def value_positions(mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """int64 [N] on CPU: where `mask` (bool [T]) asks for a value. Never a segment's first token (`cu_seqlens` int32
-    [S+1]): the state before it is not in the row."""
-    wanted = mask.to("cpu", copy=True)
-    starts = cu_seqlens[:-1].long().cpu()
-    wanted[starts[starts < wanted.numel()]] = False
-    return wanted.nonzero().squeeze(1)
-
-
-def values_at(output: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """fp32 [N]: the values of the states before the tokens at `positions` (int64 [N]), from the critic's output [T, 1].
-    Differentiable; the other rows get a gradient of exactly 0."""
-    return output[positions.to(output.device) - 1, 0]

@@ -224,6 +224,9 @@ def test_credit_that_needs_scores_waits_for_them():
         assert num_values == sum(int(row.loss_mask.sum()) for row, _ in own)
         for row, given in own:
             for key, place in keys_of(row):
+                if not row.loss_mask[place]:
+                    assert given.value_weights[place] == 0, "the marker is not trained"
+                    continue
                 found[key] = (round(float(given.advantages[place]), 5), round(float(given.value_targets[place]), 5))
     assert found == {
         (0, 0, 2): (0.6, 0.7), (0, 0, 3): (0.5, 0.7), (0, 1, 5): (0.4, 0.7), (0, 2, 1): (0.3, 0.7),
@@ -232,17 +235,16 @@ def test_credit_that_needs_scores_waits_for_them():
     assert metrics["advantage_abs_max"] == pytest.approx(0.6)
 
 
-def keys_of(row, mask_name="loss_mask"):
-    """(trajectory, step, position in its segment) of each token that a mask names, and its place in the row."""
-    mask = getattr(row, mask_name)
-    for place in mask.nonzero().flatten().tolist():
-        key = (int(row.trajectory_index[place]), int(row.step_index[place]), int(row.position_ids[place]))
-        yield key, place
+def keys_of(row):
+    """(trajectory, step, position in its sequence) of each entry that is about something, and its number."""
+    positions = row.position_ids[row.asked][row.asked_index] + 1
+    for place in (row.trajectory_index >= 0).nonzero().flatten().tolist():
+        yield (int(row.trajectory_index[place]), int(row.step_index[place]), int(positions[place])), place
 
 
 def scored(row, value_of):
-    values = torch.full((row.num_tokens,), 99.0)
-    for key, place in keys_of(row, "value_mask"):
+    values = torch.full((len(row.loss_mask),), 99.0)
+    for key, place in keys_of(row):
         values[place] = value_of[key]
     return values
 

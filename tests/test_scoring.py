@@ -38,8 +38,9 @@ class MadeUp:
 
 
 def places_behind_prefix(row: PackedMicrobatch) -> torch.Tensor:
+    """[N]: the place of each entry's token in its sequence."""
     has_prefix = bool((row.token_ids >= PREFIX[0]).any())
-    return row.position_ids - len(PREFIX) * has_prefix
+    return row.position_ids[row.asked][row.asked_index] + 1 - len(PREFIX) * has_prefix
 
 
 def groups() -> list[TrajectoryGroup]:
@@ -117,13 +118,11 @@ def test_only_the_critic_sees_the_prefix(monkeypatch: pytest.MonkeyPatch) -> Non
     asked_of_policy = models["policy"].asked + models["reference"].asked
     for row in [*asked_of_policy, *(row for part in credited for row in part.rows)]:
         assert row.token_ids.max() < PREFIX[0]
-        assert row.value_mask is not None
-        assert torch.equal(row.value_mask, row.loss_mask), "a marker stands only in the critic's rows"
+        assert row.loss_mask.all(), "a marker stands only in the critic's rows"
     markers = 0
     for row in [*models["critic"].asked, *(row for part in credited for row in part.critic_rows)]:
-        starts = row.cu_seqlens[: -1 if not row.num_padding else -2].tolist()
+        starts = row.node_bounds[:-1][row.node_parents < 0].tolist()[: -1 if row.num_padding else None]
         assert all(row.token_ids[start : start + 3].tolist() == PREFIX for start in starts)
-        assert row.value_mask is not None
-        assert not row.value_mask[row.token_ids >= PREFIX[0]].any()
-        markers += int((row.value_mask & ~row.loss_mask).sum())
+        assert (row.position_ids[row.asked] >= len(PREFIX) - 1).all(), "nothing is read inside the prefix"
+        markers += int((~row.loss_mask).sum())
     assert markers == 2, "one in the rows asked about, and the same in those trained"

@@ -80,6 +80,14 @@ class DenseFamily:
             )
         rotary_frequencies(hf_config)
 
+    def attention_pair_cost(self, hf_config: Any) -> float:
+        """What one query-key pair costs a layer, over what one token costs it beside attention; in multiply-adds, of
+        which every weight is one per token."""
+        hidden, heads = hf_config.hidden_size, hf_config.num_attention_heads
+        width = head_dim(hf_config)
+        projections = 2 * (heads + hf_config.num_key_value_heads) * width
+        return 2 * heads * width / (hidden * (projections + 3 * hf_config.intermediate_size))
+
     def transformer_options(self, hf_config: Any) -> dict[str, Any]:
         """Keyword arguments of Megatron's TransformerConfig that follow from the model."""
         return {

@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One microbatch's per-token values, all float32 [T] on one device.
+    """What one microbatch's T entries (PackedMicrobatch) hold, all float32 [T] on one device.
 
     The objectives put 0 where masked (`zero_masked`) before a loss sees anything, so no loss meets a NaN there.
     """
@@ -34,7 +34,7 @@ class LossInputs:
     """The engine's; no gradient."""
     entropy: torch.Tensor
     sequence_ids: torch.Tensor
-    """int64 [T]; number of the token sequence (packed segment) in the microbatch, below T; no sequence is split over
+    """int64 [T]; number of the token sequence (packed sample) in the microbatch, below T; no sequence is split over
     microbatches."""
     step_ids: torch.Tensor
     """int64 [T]; number of the step in the microbatch, below T; all trained tokens of a step, and nothing else, share

@@ -62,8 +62,7 @@ def value_columns() -> list[Values]:
     generator = torch.Generator().manual_seed(7)
     columns = []
     for sample in trainer_rows.make_samples():
-        mask = sample.mask.clone()
-        mask[-1] = True
+        mask = trainer_rows.asked(sample)
         length = len(mask)
         weights = torch.where(mask, 0.5 + torch.rand(length, generator=generator), 0.0)
         weights[-1] = 0.0
@@ -84,21 +83,17 @@ def plan(packing: str, *, data_size: int) -> list[list[PackedMicrobatch]]:
     for members, row in zip(trainer_rows.PACKINGS[packing], policy_rows, strict=True):
         columns = [everyone[index] for index in members]
 
-        def padded(values: list[torch.Tensor], fill: float, length: int = row.num_tokens) -> torch.Tensor:
-            joined = torch.cat([*values, torch.zeros(0)])
-            return torch.cat([joined, torch.full((length - len(joined),), fill)])
+        def entries(name: str, empty: float, own: list[Values] = columns) -> torch.Tensor:
+            return torch.cat([getattr(c, name)[c.mask] for c in own]) if own else torch.full((1,), empty)
 
-        mask = padded([c.mask.float() for c in columns], 0.0).bool()
-        weights = padded([c.weights for c in columns], 0.0)
-        targets = padded([c.targets for c in columns], NAN)
-        old_values = padded([c.old_values for c in columns], NAN)
+        weights = entries("weights", 0.0)
+        is_trained = weights != 0
         rows.append(
             dataclasses.replace(
                 row,
-                value_mask=mask,
-                value_weights=torch.where(mask, weights, NAN),
-                value_targets=torch.where(mask & (weights != 0), targets, NAN),
-                old_values=torch.where(mask, old_values, NAN),
+                value_weights=weights,
+                value_targets=torch.where(is_trained, entries("targets", NAN), NAN),
+                old_values=torch.where(is_trained, entries("old_values", NAN), NAN),
             )
         )
     return [rows[rank::data_size] for rank in range(data_size)]

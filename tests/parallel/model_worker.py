@@ -27,6 +27,7 @@ from parallel.logprobs import token_and_candidate_logprobs, token_logprobs
 from parallel.model import build_model, forward_row, read_hf_config
 from parallel.top_tokens import top_tokens
 from parallel.weight_source import MegatronWeightSource
+from trajectory.packing import PackedMicrobatch, pack_row
 
 
 def build_and_load(job: dict) -> list[torch.nn.Module]:
@@ -59,12 +60,18 @@ def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:
     return torch.cat(shards, dim=-1)
 
 
-def run_row(chunks: list[torch.nn.Module], num_microbatches: int, last_stage: Any, *, forward_only: bool) -> list:
-    """The row of model_folders through Megatron's schedule, `num_microbatches` times."""
-    token_ids, position_ids, cu_seqlens = model_folders.row()
+def run_row(
+    chunks: list[torch.nn.Module],
+    microbatch: PackedMicrobatch,
+    num_microbatches: int,
+    last_stage: Any,
+    *,
+    forward_only: bool,
+) -> list:
+    """The row through Megatron's schedule, `num_microbatches` times."""
 
     def forward_step(_iterator: Any, chunk: torch.nn.Module):
-        output = forward_row(chunk, token_ids, position_ids, cu_seqlens)
+        output = forward_row(chunk, microbatch)
         return output, lambda logits, non_loss_data=False: last_stage(logits)
 
     config: Any = chunks[0].config
@@ -73,7 +80,8 @@ def run_row(chunks: list[torch.nn.Module], num_microbatches: int, last_stage: An
     )
     return get_forward_backward_func()(
         forward_step_func=forward_step, data_iterator=None, model=chunks, num_microbatches=num_microbatches,
-        seq_length=len(token_ids), micro_batch_size=1, forward_only=forward_only, collect_non_loss_data=forward_only,
+        seq_length=microbatch.num_tokens, micro_batch_size=1, forward_only=forward_only,
+        collect_non_loss_data=forward_only,
     )  # fmt: skip
 
 
@@ -81,7 +89,8 @@ def logits(job: dict, out: Path) -> None:
     """The row's logits, padding included."""
     chunks = build_and_load(job)
     with torch.no_grad():
-        collected = run_row(chunks, 1, gather_vocabulary, forward_only=True)
+        row = model_folders.everything(model_folders.row())
+        collected = run_row(chunks, row, 1, gather_vocabulary, forward_only=True)
     save(job, out, collected[0] if collected else None, rank=last_stage_rank())
 
 
@@ -92,23 +101,56 @@ def gradient(job: dict, out: Path) -> None:
     """
     chunks = build_and_load(job)
     hf_config = read_hf_config(job["model"])
-    token_ids, _, cu_seqlens = model_folders.row()
+    row = model_folders.row()
     copies = 2 * process_groups.data_size()
 
     def last_stage(logits: torch.Tensor):
         logprobs, _ = token_logprobs(
-            logits, token_ids, cu_seqlens=cu_seqlens, vocab_size=hf_config.vocab_size, temperature=1.0
+            logits, row.asked_index, row.target_ids, vocab_size=hf_config.vocab_size, temperature=1.0
         )
         loss = -logprobs.sum()
         return loss / copies, torch.zeros((), dtype=torch.int), loss.detach()
 
-    losses = run_row(chunks, 2, last_stage, forward_only=False)
+    losses = run_row(chunks, row, 2, last_stage, forward_only=False)
     for parameter in chunks[0].parameters():  # so that the weight stream carries the gradient
         parameter.data = parameter.main_grad
     gradients = {name: tensor.clone() for name, tensor in MegatronWeightSource(chunks, hf_config)}
     loss = losses[0] if losses else torch.zeros(())
     dist.broadcast(loss, src=last_stage_rank())
     save(job, out, {"loss": loss, "gradients": gradients})
+
+
+def trees(job: dict, out: Path) -> None:
+    """Loss and gradients of random trees, laid out as such and with every sample apart: the largest difference of any
+    parameter's gradient over its norm, for each tree, and the two losses."""
+    chunks = build_and_load(job)
+    hf_config = read_hf_config(job["model"])
+    pad_multiple = process_groups.tensor_size()
+    errors, losses = [], []
+    for seed in range(job["trees"]):
+        samples = model_folders.tree_samples(seed)
+        apart, own_losses = {}, []
+        for share in (False, True):
+            row = pack_row(samples, pad_multiple=pad_multiple, share=share)
+
+            def last_stage(logits: torch.Tensor, row: PackedMicrobatch = row):
+                logprobs, entropy = token_logprobs(
+                    logits, row.asked_index, row.target_ids, vocab_size=hf_config.vocab_size, temperature=0.7
+                )
+                loss = (row.loss_weights * (logprobs + 0.3 * entropy)).sum()
+                return loss, torch.zeros((), dtype=torch.int), loss.detach()
+
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            own_losses += run_row(chunks, row, 1, last_stage, forward_only=False)
+            gradients = {name: p.main_grad.clone() for name, p in chunks[0].named_parameters()}
+            apart = apart or gradients
+        differences = [(gradients[name] - want).norm() / want.norm() for name, want in apart.items() if want.norm() > 0]
+        errors.append(torch.stack([*differences, torch.zeros(())]).max())
+        losses.append(torch.stack(own_losses) if own_losses else torch.zeros(2))
+    worst = torch.stack(errors)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    save(job, out, {"errors": worst, "losses": torch.stack(losses)}, rank=last_stage_rank())
 
 
 def export(job: dict, out: Path) -> None:
@@ -171,12 +213,10 @@ def logprobs(job: dict, out: Path) -> None:
     """token_logprobs of the job's inputs, and the gradient of sum(a * logprobs + b * entropy)."""
     inputs = split_vocabulary(job)
     shard = own_shard(inputs["logits"]).requires_grad_()
-    values = token_logprobs(
-        shard, inputs["token_ids"], cu_seqlens=inputs["cu_seqlens"], vocab_size=job["vocab_size"],
-        temperature=job["temperature"], mask=inputs["mask"] if job["masked"] else None,
-    )  # fmt: skip
+    shape = {"vocab_size": job["vocab_size"], "temperature": job["temperature"]}
+    values = token_logprobs(shard, inputs["rows"], inputs["token_ids"], **shape)
     weights = (inputs["logprob_weights"], inputs["entropy_weights"] * job["entropy"])
-    sum((torch.where(w != 0, w * v, 0.0)).sum() for w, v in zip(weights, values, strict=True)).backward()
+    sum((w * v).sum() for w, v in zip(weights, values, strict=True)).backward()
     assert shard.grad is not None
     gradient = gather_vocabulary(shard.grad)
     save(job, out, {"logprobs": values[0].detach(), "entropy": values[1].detach(), "gradient": gradient})
@@ -186,14 +226,14 @@ def candidates(job: dict, out: Path) -> None:
     """A teacher's top tokens, the student's log-probs of them, and the gradient of
     sum(a * logprobs + b * entropy + c * candidate_logprobs)."""
     inputs = split_vocabulary(job)
-    shape = {"cu_seqlens": inputs["cu_seqlens"], "temperature": job["temperature"], "mask": inputs["mask"]}
-    shape["vocab_size"] = job["vocab_size"]
+    shape = {"vocab_size": job["vocab_size"], "temperature": job["temperature"]}
     top = top_tokens(own_shard(inputs["teacher_logits"]), k=job["k"], ids_below=job["ids_below"], **shape)
     shard = own_shard(inputs["logits"]).requires_grad_()
-    values = token_and_candidate_logprobs(shard, inputs["token_ids"], top.ids, **shape)
-    plain = token_logprobs(shard, inputs["token_ids"], **shape)
+    values = token_and_candidate_logprobs(shard, inputs["rows"], inputs["token_ids"], top.ids, **shape)
+    plain = token_logprobs(shard, inputs["rows"], inputs["token_ids"], **shape)
     assert all(torch.equal(one, other) for one, other in zip(plain, values[:2], strict=True))
-    weights = (inputs["logprob_weights"], inputs["entropy_weights"], inputs["candidate_weights"][:, : job["k"]])
+    read = torch.zeros(len(shard), 1).index_fill(0, inputs["rows"], 1.0)
+    weights = (inputs["logprob_weights"], inputs["entropy_weights"], read * inputs["candidate_weights"][:, : job["k"]])
     sum((w * v).sum() for w, v in zip(weights, values, strict=True)).backward()
     assert shard.grad is not None
     found = {"ids": top.ids, "teacher_logprobs": top.logprobs, "candidate_logprobs": values[2].detach()}
@@ -203,7 +243,7 @@ def candidates(job: dict, out: Path) -> None:
     save(job, out, found | {"logprobs": values[0].detach(), "gradient": gather_vocabulary(shard.grad)})
 
 
-KINDS = {f.__name__: f for f in (logits, gradient, export, full_disk, refusal, logprobs, candidates)}
+KINDS = {f.__name__: f for f in (logits, gradient, trees, export, full_disk, refusal, logprobs, candidates)}
 
 
 def run_group(world_size: int, jobs: list[dict], out: Path) -> bool:

@@ -15,7 +15,6 @@ from transformers import AutoModel
 
 from megatron_agent.model_folders.tiny_qwen3 import build
 from parallel.losses.value import value_loss
-from parallel.value_head import value_positions
 
 PACKINGS = [name for name in trainer_rows.PACKINGS if name != "one_sample_a_row"]
 DISTRIBUTED = {"distributed_optimizer": True}
@@ -189,25 +188,24 @@ def test_updates_equal_plain_transformers(runs, name, value_clip):
     ],
 )
 def test_values_equal_plain_transformers(runs, name, packing, backbone):
-    """The value at t is the head's of the hidden state at t - 1 of the same segment, and 0 where none is asked for."""
+    """The value of an entry at token t is the head's of the hidden state at t - 1 of the same sample."""
     model = PlainCritic(runs / backbone, critic_worker.head_weight(64))
     samples, columns = trainer_rows.make_samples(), critic_worker.value_columns()
     outcome = result(runs, name)
     assert all(not values.any() for values in outcome["values_at_start"])
     sizes = FOUR_RANKS.get(name, {})
     data_size = 4 // (sizes.get("tensor", 1) * sizes.get("pipeline", 1)) if sizes else 1
-    rows = critic_worker.plan(packing, data_size=data_size)[0]
     members = trainer_rows.PACKINGS[packing][::data_size]
-    for values, row, indices in zip(outcome["values"], rows, members, strict=True):
+    for values, indices in zip(outcome["values"], members, strict=True):
         assert values.dtype == torch.float32
-        assert row.value_mask is not None
-        assert torch.equal(values != 0, row.value_mask)
+        assert (values != 0).all()
         start = 0
         for index in indices:
             with torch.no_grad():
-                want = torch.where(columns[index].mask, model.values(samples[index].token_ids), 0.0)
+                want = model.values(samples[index].token_ids)[columns[index].mask]
             torch.testing.assert_close(values[start : start + len(want)], want, rtol=1e-5, atol=1e-5)
             start += len(want)
+        assert start == len(values) or not indices
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16_sharded", "bf16_tp2_sp_dp2"])
@@ -257,13 +255,6 @@ def test_disk_that_is_full_at_the_critic_leaves_the_previous_checkpoint(runs):
     outcome = result(runs, "full_disk")
     assert "earlier checkpoints are untouched" in outcome["error"]
     assert outcome["left"] == ["step_00000002"]
-
-
-def test_no_value_is_read_across_a_segments_start():
-    mask = torch.tensor([True, True, False, True, True, True])
-    cu_seqlens = torch.tensor([0, 3, 4, 6, 6], dtype=torch.int32)
-    assert value_positions(mask, cu_seqlens).tolist() == [1, 5]
-    assert mask.sum() == 5, "the caller's mask was changed"
 
 
 def test_value_loss_by_hand():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from made_records import make_step, make_trajectory
 
 from megatron_agent.config import AlgorithmConfig
 from megatron_agent.config_algorithm import LossConfig
@@ -21,7 +22,8 @@ from parallel.losses.reinforce import reinforce
 from parallel.losses.sapo import sapo
 from parallel.losses.sft import negative_log_likelihood
 from parallel.train_step import _loss_inputs
-from trajectory.packing import PackedMicrobatch
+from trajectory.packing import pack_row
+from trajectory.samples import merge_steps
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 
@@ -339,21 +341,18 @@ def test_unknown_loss_names_the_nearest():
 
 
 def test_sequences_and_steps_of_a_packed_row():
-    """Two samples of trajectory 0 and one of trajectory 1, then padding; a step with a masked token inside is one."""
-    step_index = torch.tensor([-1, 0, -1, 0, 1, -1, 2, -1, 2, -1], dtype=torch.int32)
-    row = PackedMicrobatch(
-        token_ids=torch.zeros(10, dtype=torch.int64),
-        position_ids=torch.zeros(10, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, 5, 7, 9, 10], dtype=torch.int32),
-        loss_mask=step_index >= 0,
-        step_index=step_index,
-        trajectory_index=torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 1, -1], dtype=torch.int32),
-        advantages=torch.zeros(10),
-        loss_weights=torch.zeros(10),
-        rollout_logprobs=torch.zeros(10),
+    """Two samples of trajectory 0 and one of trajectory 1; a sample in which nothing was sampled has no number."""
+    forked = make_trajectory(
+        make_step([1, 2], [3, 4], forced=[5]), make_step([1, 2, 3, 4, 5], [6]), make_step([9], [7, 8])
     )
-    inputs = _loss_inputs(row, torch.zeros(10), torch.zeros(10), torch.zeros(10))
-    assert inputs.sequence_ids.tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 2, 3]
-    assert inputs.step_ids[row.loss_mask].tolist() == [0, 0, 1, 2, 3]
-    nothing = replace(row, loss_mask=torch.zeros(10, dtype=torch.bool))
-    assert _loss_inputs(nothing, torch.zeros(10), torch.zeros(10), torch.zeros(10)).step_ids.tolist() == [0] * 10
+    nothing = make_trajectory(make_step([1, 2, 3], [], forced=[4]))
+    other = make_trajectory(make_step([1, 2], [3]))
+    trajectories = enumerate((forked, nothing, other))
+    row = pack_row([sample for index, one in trajectories for sample in merge_steps(one, trajectory_index=index)])
+    assert row.target_ids.tolist() == [3, 4, 6, 7, 8, 3]
+    zeros = torch.zeros(6)
+    inputs = _loss_inputs(row, zeros, zeros, zeros)
+    assert inputs.sequence_ids.tolist() == [0, 0, 0, 1, 1, 2]
+    assert inputs.step_ids.tolist() == [0, 0, 1, 2, 2, 3]
+    masked = replace(row, loss_mask=torch.zeros(6, dtype=torch.bool))
+    assert _loss_inputs(masked, zeros, zeros, zeros).step_ids.tolist() == [0] * 6

@@ -60,10 +60,10 @@ def runs(tmp_path_factory):
 def reference(folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Logits [T, vocab], summed negative log-likelihood and its gradients by transformers, one segment at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    token_ids, _, cu_seqlens = model_folders.row()
+    row = model_folders.row()
     logits = []
     loss = torch.zeros(())
-    for segment in token_ids.tensor_split(cu_seqlens[1:-1].long()):
+    for segment in row.token_ids.tensor_split(row.node_bounds[1:-1].long()):
         logits.append(model(input_ids=segment[None], use_cache=False).logits[0])
         log_p = logits[-1][:-1].log_softmax(-1)
         loss = loss - log_p.gather(1, segment[1:, None]).sum()

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import torch
 
-from trajectory.packing import PackedMicrobatch
+from trajectory import samples
+from trajectory.packing import PackedMicrobatch, pack_row
 
 VOCAB_LIMIT = 250
 LENGTHS = (17, 5, 30, 12, 9, 24, 8, 15)
@@ -50,37 +52,44 @@ def weights(sample: Sample, kind: str) -> torch.Tensor:
     return torch.where(sample.mask, value, 0.0)
 
 
-def row(samples: list[Sample], kind: str, *, length: int = 0, poison: bool = True) -> PackedMicrobatch:
-    """Pack samples one after the other, padded at the end to `length`. Masked positions hold NaN where they may."""
+def asked(sample: Sample) -> torch.Tensor:
+    """bool [length]: the trained tokens, and the last one in any case, whose value a critic is asked for."""
+    mask = sample.mask.clone()
+    mask[-1] = True
+    return mask
+
+
+def row(members: list[Sample], kind: str, *, pad_multiple: int = 1, poison: bool = True) -> PackedMicrobatch:
+    """Pack samples. What masked entries hold is NaN where it may be."""
     masked = float("nan") if poison else 0.0
-    lengths = [len(s.token_ids) for s in samples]
-    padding = max(0, length - sum(lengths))
-    segments = lengths + ([padding] if padding else [])
+    converted = [as_packed(index, sample, kind) for index, sample in enumerate(members)]
+    packed = pack_row(converted, pad_multiple=pad_multiple)
 
-    def column(values: list[torch.Tensor], fill) -> torch.Tensor:
-        return torch.cat([*values, torch.full((padding,), fill, dtype=values[0].dtype if values else None)])
+    def floats(name: str) -> torch.Tensor:
+        values = torch.cat([torch.zeros(0 if members else 1), *(getattr(s, name)[asked(s)] for s in members)])
+        return torch.where(packed.loss_mask, values, masked)
 
-    mask = column([s.mask for s in samples], False) if samples else torch.zeros(padding, dtype=torch.bool)
+    return dataclasses.replace(
+        packed,
+        advantages=floats("advantages"),
+        rollout_logprobs=floats("old_logprobs"),
+        old_logprobs=floats("old_logprobs"),
+        reference_logprobs=floats("reference_logprobs"),
+    )
 
-    def floats(name: str, fill: float) -> torch.Tensor:
-        values = column([getattr(s, name) for s in samples], fill) if samples else torch.zeros(padding)
-        return torch.where(mask, values, fill)
 
-    return PackedMicrobatch(
-        token_ids=column([s.token_ids for s in samples], 0) if samples else torch.zeros(padding, dtype=torch.int64),
-        position_ids=torch.cat([torch.arange(n) for n in segments]),
-        cu_seqlens=torch.tensor([0, *segments]).cumsum(0).to(torch.int32),
+def as_packed(index: int, sample: Sample, kind: str) -> samples.Sample:
+    """The sample as trajectories' samples are."""
+    mask = sample.mask.numpy()
+    return samples.Sample(
+        trajectory_index=index,
+        first_trained=0,
+        token_ids=sample.token_ids.numpy(),
         loss_mask=mask,
-        step_index=torch.where(mask, 0, -1).to(torch.int32),
-        trajectory_index=torch.cat(
-            [torch.full((n,), -1 if padding and i == len(lengths) else i) for i, n in enumerate(segments)]
-        ).to(torch.int32),
-        advantages=floats("advantages", masked),
-        loss_weights=column([weights(s, kind) for s in samples], 0.0) if samples else torch.zeros(padding),
-        rollout_logprobs=floats("old_logprobs", masked),
-        old_logprobs=floats("old_logprobs", masked),
-        reference_logprobs=floats("reference_logprobs", masked),
-        num_padding=padding,
+        value_mask=asked(sample).numpy(),
+        step_index=np.where(mask, 0, -1).astype(np.int32),
+        rollout_logprobs=sample.old_logprobs.numpy(),
+        loss_weights=weights(sample, kind).numpy(),
     )
 
 
@@ -94,12 +103,8 @@ PACKINGS: dict[str, list[list[int]]] = {
 }
 
 
-def plan(packing: str, kind: str, *, data_size: int, length_multiple: int = 4) -> list[list[PackedMicrobatch]]:
+def plan(packing: str, kind: str, *, data_size: int, pad_multiple: int = 4) -> list[list[PackedMicrobatch]]:
     """The batch as [data rank][microbatch], rows dealt out in turn."""
-    samples = make_samples()
-    rows = []
-    for members in PACKINGS[packing]:
-        chosen = [samples[i] for i in members]
-        total = sum(len(s.token_ids) for s in chosen)
-        rows.append(row(chosen, kind, length=max(8, -(-total // length_multiple) * length_multiple)))
+    everyone = make_samples()
+    rows = [row([everyone[i] for i in members], kind, pad_multiple=pad_multiple) for members in PACKINGS[packing]]
     return [rows[rank::data_size] for rank in range(data_size)]
