@@ -173,7 +173,7 @@ def run_case(job: dict[str, Any]) -> None:
 
     config = ExperimentConfig.model_validate(job["config"])
     with open_session(config, for_training=False) as session:
-        client = TimedClient(session.rollout.fleet) if session.rollout else None
+        client: Any = TimedClient(session.rollout.fleet) if session.rollout else None
         source = MegatronWeightSource(session.model_chunks, read_hf_config(config.model.path))
         parameters = [parameter for chunk in session.model_chunks for parameter in chunk.parameters()]
 
