@@ -12,6 +12,7 @@ LOCK := requirements/cpu.lock
 PIP_VERSION := 25.3
 PIP_FLAGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+BENCHMARKS := weight_sync bench_rollout bench_train_step bench_credit
 CONFIG ?= yaml_configs/quickstart.yaml
 ARGS ?=
 
@@ -39,7 +40,7 @@ format: $(VENV)/.project-installed
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.project-installed
-	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python "benchmarks/$$name.py"; done
 
 docs: $(VENV)/.project-installed
 	$(BIN)/megatron-agent schema > yaml_configs/schema.json

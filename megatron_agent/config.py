@@ -207,8 +207,11 @@ class SyncConfig(Section):
     """Transport of weights into the fleet; `auto` is shared_memory on CPU, nccl on CUDA, ipc when colocated."""
     verify: bool = False
     """Compare a checksum of every tensor on both sides; costs one more pass over the weights."""
+    delta: bool = False
+    """CPU: send only decoder layers, and modules outside of them, whose bytes changed since the last sync; costs a
+    SHA-256 of every tensor."""
     bucket_mib: PositiveInt = 256
-    """Most bytes in flight at once."""
+    """Size of a bucket. Two of them take turns: one is filled while the other is loaded."""
     timeout_s: PositiveFloat = 300
     """Wall time of one sync."""
 

@@ -110,6 +110,8 @@ def check_sync(config: ExperimentConfig) -> Iterator[str]:
     backend, colocate = config.sync.backend, config.cluster.colocate
     if config.sync.verify and runs_on_gpus(config):
         yield "sync.verify compares what went through shared_memory, which GPUs do not use; set it to false"
+    if config.sync.delta and runs_on_gpus(config):
+        yield "sync.delta leaves out what did not change, but GPUs' nccl and ipc send the whole model; set it to false"
     if not runs_on_gpus(config):
         if backend in ("nccl", "ipc"):
             yield f"sync.backend {backend} needs GPUs, and cluster.gpus_per_node is 0; use auto or shared_memory"

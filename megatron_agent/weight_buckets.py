@@ -1,8 +1,9 @@
 """The layout of one bucket of weights in shared memory: what the trainer writes and every replica reads.
 
 A bucket is a file in the host's shared memory. Tensors lie one after another, each at a 64-byte boundary, and are
-described by entries that travel with the update request. A bucket is written once, read by all replicas of the host,
-and unlinked by its writer; readers that still hold views of it keep its pages until they drop them.
+described by entries that travel with the update request. All replicas of the host read the one copy. The writer unlinks
+the file once they have mapped it, and fills it anew as soon as they have loaded it: a reader that needs a tensor for
+longer must have made it its own by the time it answers.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 BACKEND = "shared_memory"
 """The engine's name in vLLM's weight-transfer registry."""
 SHARED_MEMORY_DIR = "/dev/shm"
+FILE_PREFIX = "megatron-agent-weights-"
 ALIGNMENT = 64
 
 
@@ -41,11 +43,15 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+def byte_view(tensor: "torch.Tensor") -> memoryview:
+    """The tensor's bytes, in host memory; without a copy where they lie there one after another."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data
+
+
 def checksum(tensor: "torch.Tensor") -> int:
     """A CRC-32 of the tensor's bytes; equal on both sides exactly where the bytes are, up to one chance in 2**32."""
     import zlib
 
-    import torch
-
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.cpu().numpy().data)
+    return zlib.crc32(byte_view(tensor))

@@ -221,13 +221,17 @@ class FleetSyncClient:
         self._tensor_parallel = fleet._config.rollout.tensor_parallel
 
     def begin(self) -> bool:
-        """Restart what died or was left half updated, then take every replica out of service; True where one is new."""
+        """Restart what died or was left half updated, then take every replica out of service.
+
+        True where one has no weights: it was restarted now, or earlier while episodes were played.
+        """
         try:
-            restarted = self._fleet.ensure_ready_for_weights()
+            self._fleet.ensure_ready_for_weights()
+            needs_weights = self._fleet.needs_weights
         except RayError as error:
             raise WeightSyncError(f"a replica died while the fleet was looked after: {last_line(error)}") from error
         self._all("begin_update")
-        return bool(restarted)
+        return needs_weights
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """The handshake; replicas take the ranks behind the trainer's in the transport's group, one after another."""

@@ -348,6 +348,7 @@ def test_layout(experiment, overrides, nodes, ranks, data, gpus):
         (["sync.backend=shared_memory", GPUS], "sync.backend shared_memory is for CPU"),
         (["sync.backend=ipc", GPUS], "set cluster.colocate, or use nccl"),
         (["sync.backend=nccl", GPUS, "cluster.colocate=true"], "use ipc, or drop cluster.colocate"),
+        (["sync.delta=true", GPUS], "sync.delta leaves out what did not change, but GPUs' nccl and ipc send the whole"),
         (["sync.verify=true", GPUS], "sync.verify compares what went through shared_memory, which GPUs do not use"),
     ],
 )

@@ -39,11 +39,11 @@ def write_config(folder: Path, **sections: Any) -> Path:
 
 
 def start(command: str, *arguments: str | Path) -> subprocess.Popen:
-    """The command in a process group of its own; stdout and stderr together."""
+    """The command, with this checkout's code, in a process group of its own; stdout and stderr together."""
     return subprocess.Popen(
         [*COMMAND, command, *map(str, arguments)],
         cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
