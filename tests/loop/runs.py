@@ -43,7 +43,7 @@ def start(command: str, *arguments: str | Path) -> subprocess.Popen:
     return subprocess.Popen(
         [*COMMAND, command, *map(str, arguments)],
         cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=os.environ | {"PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{REPOSITORY}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
