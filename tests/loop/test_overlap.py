@@ -66,7 +66,7 @@ def test_the_same_episodes_give_the_same_updates_also_after_a_kill(folder: Path)
     process = start("train", config)
     await_step(own / "run", 1)
     kill_tree(process)
-    assert metrics(own / "run")[-1]["step"] < STEPS, "the run was over before it could be killed"
+    assert metrics(own / "run")[-1]["step"] < STEPS, "the run was over before it could be ended"
     run("train", config)
     assert without_times(own / "run") == expected
 
@@ -98,14 +98,17 @@ def fleet_config(folder: Path, *, steps: int, **rollout) -> Path:
 
 
 def test_each_step_trains_on_episodes_of_the_weights_before_the_newest(tmp_path: Path) -> None:
-    """Killed and started again: the first step of either start has episodes of the newest weights, every other one
-    those of one version before; no row is lost or played twice; evaluations are by the newest weights."""
+    """Ended (SIGTERM) and started again: the first step of either start has episodes of the newest weights, every
+    other one those of one version before; no row is lost or played twice; evaluations are by the newest weights."""
     config = fleet_config(tmp_path, steps=6)
     process = start("train", config)
     try:
         await_step(tmp_path / "run", 3)
+        process.terminate()  # while episodes are in flight
+        process.communicate(timeout=90)
     finally:
         kill_tree(process)
+    assert_nothing_left(process)
     newest = latest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     resumed_at = int(newest.name.removeprefix("step_"))
