@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from recording import record_episodes
-from runs import assert_nothing_left, kill_tree, metrics, run, start, write_config
+from runs import assert_nothing_left, kill_tree, metrics, run, run_any, start, write_config
 
 from megatron_agent.data import RowIterator, load_rows
+from megatron_agent.errors import DataError
 from parallel.checkpoint import latest
 from rollout.recorder import read_trajectories
 from trajectory.steps import Trajectory
@@ -77,6 +78,21 @@ def test_episodes_that_are_too_old_are_dropped(folder: Path) -> None:
     assert [record["staleness_max"] for record in records] == [0, 1, 2]
     assert [record.get("dropped_stale", 0) for record in records] == [0, 0, 3 * 4]
     assert [record["num_updates"] for record in records] == [2, 2, 0]
+
+
+def test_what_fails_behind_training_ends_the_run_when_that_step_is_over(folder: Path) -> None:
+    """The recording has no step after the last one; on two ranks."""
+    own = folder / "failing"
+    own.mkdir()
+    config = replay_config(folder, own, overlap=True)
+    output, code = run_any("train", config, f"run.steps={STEPS + 1}")
+    assert code == DataError.exit_code
+    assert f"no episodes of training step {STEPS + 1}; lower run.steps" in output
+    assert "Traceback" not in output
+    assert [record["step"] for record in without_times(own / "run")] == [1, 2, 3]
+    newest = latest(own / "run" / "checkpoints")
+    assert newest is not None
+    assert newest.name == f"step_{STEPS:08d}"
 
 
 def fleet_config(folder: Path, *, steps: int, **rollout) -> Path:
