@@ -97,7 +97,8 @@ class RolloutSide:
         """
 
         def progress(done: int, total: int) -> None:
-            self.display.phase(f"{phase} {done}/{total} episodes")
+            if total:  # 0 until the first second is over
+                self.display.phase(f"{phase} {done}/{total} episodes")
             while_waiting()
 
         if not self.player.is_busy:  # the replicas have their weights now
