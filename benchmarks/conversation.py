@@ -1,6 +1,6 @@
-"""What bench_rollout plays: an environment that keeps the conversation going, and prompts with long answers."""
+"""What bench_rollout and step play: an environment that keeps the conversation going, and prompts with long answers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_agent.envs.base import Action, AgentEnv, EnvStep, Observation
@@ -27,3 +27,9 @@ def rows(*, num_rows: int) -> Iterator[dict[str, Any]]:
             "what each of them wants, and do not come to an end before something has gone wrong for all of them."
         )
         yield {"prompt": [{"role": "user", "content": text}]}
+
+
+def share_of_vowels(replies: Sequence[str], row: Any) -> float:
+    """A reward that differs from episode to episode."""
+    text = "".join(replies)
+    return sum(letter in "aeiou" for letter in text) / max(1, len(text))

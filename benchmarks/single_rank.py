@@ -20,8 +20,11 @@ def set_single_rank_environment() -> None:
 
 
 @contextmanager
-def single_rank_session(**sections: dict[str, Any]) -> Iterator[Session]:
-    """A session on CPU as a run has it, without optimizer: Megatron model, fleet, runners. Its files are removed."""
+def single_rank_session(*, for_training: bool = False, **sections: dict[str, Any]) -> Iterator[Session]:
+    """A session on CPU as a run has it: Megatron model, fleet, runners. Its files are removed.
+
+    With `for_training` the model has gradients, and megatron_agent.train.start begins the run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = ExperimentConfig.model_validate(
             {
@@ -32,5 +35,5 @@ def single_rank_session(**sections: dict[str, Any]) -> Iterator[Session]:
             }
         )
         set_single_rank_environment()
-        with open_session(config, for_training=False) as session:
+        with open_session(config, for_training=for_training) as session:
             yield session

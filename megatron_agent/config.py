@@ -138,6 +138,9 @@ class RolloutConfig(Section):
     """How often an episode is run again after its replica died."""
     max_failed_frac: Fraction = 0.5
     """The run stops when more than this share of a step's episodes failed in environment code."""
+    overlap: bool = False
+    """Play the next step's episodes while this step trains, so that a step takes the longer of both and not their sum.
+    They are sampled by weights one training step old: needs algorithm.correction, or algorithm.old_logprobs rollout."""
 
 
 class PackingConfig(Section):

@@ -157,6 +157,10 @@ class CorrectionConfig(Section):
     reject_k3: PositiveFloat | None = None
     """Leave out sequences whose mean k3 between old and rollout log-probs is above this; absent means none."""
 
+    def is_on(self) -> bool:
+        """True where some weight may differ from 1."""
+        return self.tis != "none" or self.mask != "none" or self.reject_k3 is not None
+
     def band(self) -> tuple[float, float]:
         """(low, high) of the mask: those that are set, and the published ones where they are not."""
         low, high = MASK_BANDS.get(self.mask, (1.0, 1.0))

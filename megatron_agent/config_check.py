@@ -167,6 +167,34 @@ def check_replay(config: ExperimentConfig) -> Iterator[str]:
         yield "rollout.replay starts no fleet, so data.eval cannot be played; set data.eval=null"
 
 
+def check_overlap(config: ExperimentConfig) -> Iterator[str]:
+    """Episodes that are one training step behind, and a fleet that works at the same time as the trainer."""
+    if not config.rollout.overlap:
+        return
+    algorithm = config.algorithm
+    if algorithm.old_logprobs == "recompute" and not algorithm.correction.is_on():
+        yield (
+            "rollout.overlap trains on episodes of weights one step old, and nothing corrects for that: set "
+            "algorithm.correction.tis to token (or step, sequence), or a mask, or algorithm.old_logprobs to rollout"
+        )
+    if algorithm.old_logprobs == "rollout" and algorithm.loss.name == "reinforce":
+        yield (
+            "rollout.overlap trains on episodes of weights one step old, but algorithm.loss.name reinforce has no "
+            "ratio that algorithm.old_logprobs rollout could correct; use recompute with algorithm.correction.tis, or "
+            "the loss ppo_clip"
+        )
+    if algorithm.filters.max_staleness == 0 and config.rollout.replay is None:
+        yield (
+            "algorithm.filters.max_staleness 0 drops every episode that rollout.overlap plays, for they are one step "
+            "old; remove it, or set it to 1"
+        )
+    if config.cluster.colocate:
+        yield (
+            "rollout.overlap has fleet and trainer work at the same time, but with cluster.colocate they take turns on "
+            "the same GPUs; drop one of them"
+        )
+
+
 def check_engine_args(config: ExperimentConfig) -> Iterator[str]:
     """Engine options that this file sets elsewhere."""
     for key in config.rollout.engine_args:
@@ -229,6 +257,7 @@ CHECKS: tuple[Check, ...] = (
     check_sampling,
     check_eval,
     check_replay,
+    check_overlap,
     check_engine_args,
     check_algorithm_names,
     check_credit,

@@ -148,8 +148,7 @@ def check_updates(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.loss.constant_tokens has no effect: the denominator is {loss.resolved_denominator()}; "
             "set algorithm.loss.denominator to constant"
         )
-    corrects = correction.tis != "none" or correction.mask != "none" or correction.reject_k3 is not None
-    if corrects and algorithm.old_logprobs == "rollout":
+    if correction.is_on() and algorithm.old_logprobs == "rollout":
         yield (
             "algorithm.correction weighs the trainer's old log-probs against the engine's, but algorithm.old_logprobs "
             "rollout takes the engine's for both; use recompute, or drop the correction"
@@ -171,6 +170,12 @@ def check_updates(config: ExperimentConfig) -> Iterator[str]:
             "algorithm.loss.name reinforce has no ratio, so it is right for one update a step; set algorithm.epochs "
             "and algorithm.minibatches to 1, or use ppo_clip"
         )
+
+
+def _no_staleness(config: ExperimentConfig) -> str:
+    if config.rollout.overlap:
+        return "rollout.overlap plays every episode with weights that are at most one step old"
+    return "every episode is played with the newest weights"
 
 
 def inert_algorithm_options(config: ExperimentConfig) -> dict[str, tuple[bool, str]]:
@@ -201,7 +206,7 @@ def inert_algorithm_options(config: ExperimentConfig) -> dict[str, tuple[bool, s
             algorithm.critic is not None and algorithm.critic.epochs * algorithm.minibatches == 1,
             "the critic has one update a step, before which its values are the old ones",
         ),
-        "algorithm.filters.max_staleness": (True, "every episode is played with the newest weights"),
+        "algorithm.filters.max_staleness": (config.rollout.replay is None, _no_staleness(config)),
         "algorithm.correction.cap": (correction.tis == "none", "algorithm.correction.tis is none"),
         "algorithm.correction.low": (no_band, "algorithm.correction.mask is none"),
         "algorithm.correction.high": (

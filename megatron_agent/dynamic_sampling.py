@@ -4,41 +4,63 @@ A group whose returns are all equal teaches a group-relative estimator nothing; 
 (dynamic sampling, Yu et al. 2025, DAPO).
 """
 
-from megatron_agent.session import Session
-from parallel.distribute import broadcast_object
-from rollout.episodes import RolloutResult
+from collections.abc import Callable, Sequence
+
+from megatron_agent.config import ExperimentConfig
+from megatron_agent.overlap import Progress
+from rollout.episodes import RolloutManager, RolloutResult
+from rollout.replay import RecordedEpisodes
+from trajectory.steps import TrajectoryGroup
 
 
-def play_training_rows(session: Session, step: int) -> RolloutResult | None:
-    """Play the step's rows; all rounds together on rank 0, None elsewhere. Collective."""
-    config = session.config
-    wanted = config.rollout.prompts_per_step
-    max_rounds = config.algorithm.filters.max_resample_rounds if config.algorithm.filters.zero_variance else 0
-    rounds: list[RolloutResult] = []
-    missing, started = wanted, 0
-    for rounds_left in range(max_rounds, -1, -1):
-        if session.rollout:
-            session.rollout.start_training_rows(step, count=missing, first_place=started)
-        started += missing
-        result = session.run_episodes(step=step, phase="train")
-        if result:
-            rounds.append(result)
-        if rounds_left:
-            missing = broadcast_object(_num_missing(session, rounds, step) if result else None)
-        if not rounds_left or not missing:
-            break
-    return _together(rounds) if rounds else None
+class TrainingRounds:
+    """All rounds of one training step. Rank 0 alone decides on them, so they need no other rank and may be played
+    while all ranks train."""
 
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        episodes: RolloutManager | RecordedEpisodes,
+        *,
+        start_rows: Callable[[int, int], None],
+        num_kept: Callable[[Sequence[TrajectoryGroup]], int],
+    ) -> None:
+        """`start_rows(count, first_place)` queues further rows; `num_kept` says how many groups would be trained."""
+        filters = config.algorithm.filters
+        self._wanted = config.rollout.prompts_per_step
+        # A recording holds all rounds.
+        resamples = filters.zero_variance and isinstance(episodes, RolloutManager)
+        self._rounds_left = filters.max_resample_rounds if resamples else 0
+        self._episodes = episodes
+        self._start_rows = start_rows
+        self._num_kept = num_kept
+        self._results: list[RolloutResult] = []
+        self._num_started = 0
+        self._start(self._wanted)
 
-def _num_missing(session: Session, rounds: list[RolloutResult], step: int) -> int:
-    """How many rows still have to give a group; 0 where nothing more can be played."""
-    assert session.batches
-    assert session.rollout
-    if session.rollout.fleet is None:  # a recording holds all rounds
-        return 0
-    groups = [group for result in rounds for group in result.groups]
-    kept, _ = session.batches.kept(groups, step=step)
-    return max(0, session.config.rollout.prompts_per_step - len(kept))
+    def play(self, progress: Progress) -> RolloutResult | None:
+        """All rounds together; None where restarted replicas want weights first, then call it again."""
+        while True:
+            result = self._episodes.run(progress)
+            if result is None:
+                return None
+            self._results.append(result)
+            missing = self._num_missing()
+            if not missing:
+                return _together(self._results)
+            self._rounds_left -= 1
+            self._start(missing)
+
+    def _start(self, count: int) -> None:
+        self._start_rows(count, self._num_started)
+        self._num_started += count
+
+    def _num_missing(self) -> int:
+        """How many rows still have to give a group; 0 where nothing more can be played."""
+        if not self._rounds_left:
+            return 0
+        groups = [group for result in self._results for group in result.groups]
+        return max(0, self._wanted - self._num_kept(groups))
 
 
 def _together(rounds: list[RolloutResult]) -> RolloutResult:

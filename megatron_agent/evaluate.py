@@ -13,17 +13,22 @@ from megatron_agent.session import Session, open_session
 
 
 def evaluate(session: Session, *, step: int, phase: str) -> dict[str, float]:
-    """Play every held-out row and score it. Collective; the metrics are rank 0's and {} elsewhere or without rows.
+    """Play every held-out row with the weights of training step `step` and score it. Collective; the metrics are
+    rank 0's and {} elsewhere or without rows.
 
-    `phase` (`eval_before`, `eval`, `eval_after`) marks the recorded episodes.
+    `phase` (`eval_before`, `eval`, `eval_after`) marks the recorded episodes. Training episodes that are in flight are
+    waited for first: the fleet plays one kind at a time, by one version of the weights.
     """
     if session.config.data.eval is None:
         return {}
+    session.bring_in(version=step)
+    session.refresh_fleet(version=step)
     if session.rollout:
         session.rollout.start_evaluation(step, phase)
-    result = session.run_episodes(step=step, phase=phase)
-    if result is None:
+    result = session.finish_episodes(phase, version=step)
+    if session.rollout is None or result is None:
         return {}
+    session.rollout.take(result, step=step, phase=phase)
     return {f"eval_{name}": value for name, value in rollout_metrics(result.groups, step=step).items()}
 
 

@@ -169,6 +169,21 @@ def _charts(records: Records) -> list[Chart]:
             series=[curve(phase, f"{phase}_s", color) for color, phase in enumerate(PHASES, 1)],
             stacked=True,
         ),
+        *_overlap_charts(records, curve),
+    ]
+
+
+def _overlap_charts(records: Records, curve: Callable[[str, str, int], Series]) -> list[Chart]:
+    """How long episodes were played before their step waited for them; nothing where no step's were."""
+    if not any(record.get("rollout_hidden_s") for record in records):
+        return []
+    return [
+        Chart(
+            title="Rollouts behind training",
+            unit="seconds",
+            series=[curve("hidden", "rollout_hidden_s", 3), curve("waited for", "rollout_s", 1)],
+            stacked=True,
+        )
     ]
 
 

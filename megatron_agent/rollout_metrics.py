@@ -10,7 +10,8 @@ from trajectory.steps import ContextChange, Trajectory, TrajectoryGroup, Traject
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str, float]:
-    """Flat metrics of all trajectories. `step` is the training step, against which the weights' age is measured.
+    """Flat metrics of all trajectories. `step` is the training step, against which the weights' age is measured:
+    `staleness_*` count the versions from the weights that sampled a step to those that are trained on it.
 
     `success_rate` counts an episode without a verdict by its return being positive.
     """
@@ -20,6 +21,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str
     scored = [t for t in trajectories if t.status is not TrajectoryStatus.ENV_FAILED]
     returns = np.array([t.episode_return for t in scored] or [0.0])
     steps = [step_ for t in trajectories for step_ in t.steps]
+    staleness = np.array([max(0, step - 1 - step_.policy_version) for step_ in steps] or [0])
     tokens = np.array([step_.num_trained_tokens for step_ in steps] or [0])
     metrics: dict[str, float] = {
         "episodes": float(len(trajectories)),
@@ -32,7 +34,8 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str
         "prompt_tokens": float(sum(len(step_.prompt_ids) for step_ in steps)),
         "env_failed_frac": 1.0 - len(scored) / len(trajectories),
         "equal_return_groups_frac": float(np.mean([_all_equal(group) for group in groups])),
-        "policy_lag_mean": max(0.0, float(np.mean([step - 1 - step_.policy_version for step_ in steps] or [0.0]))),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
     }
     prompt_tokens = max(1.0, metrics["prompt_tokens"])
     metrics["prefix_cached_frac"] = sum(step_.info.get("num_cached_tokens", 0) for step_ in steps) / prompt_tokens

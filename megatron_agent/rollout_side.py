@@ -15,9 +15,11 @@ from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_layout import checkpoint_folder, fleet_gpus, run_folder
 from megatron_agent.console import TrainingDisplay
 from megatron_agent.data import Row, RowIterator, load_rows, require_privileged
+from megatron_agent.dynamic_sampling import TrainingRounds
 from megatron_agent.errors import ConfigError, DataError
 from megatron_agent.flows.registry import make_flow
 from megatron_agent.metrics import MetricsLogger, cut_jsonl
+from megatron_agent.overlap import EpisodePlayer, Play
 from megatron_agent.registry import resolve
 from megatron_agent.report import write_report
 from megatron_agent.rewards import REWARDS
@@ -29,6 +31,7 @@ from rollout.recorder import FILE_NAME, TrajectoryRecorder
 from rollout.replay import RecordedEpisodes
 from rollout.teacher import TeacherFleet
 from trajectory.advantages.registry import NEEDS
+from trajectory.steps import TrajectoryGroup
 
 
 @dataclass(kw_only=True)
@@ -46,22 +49,33 @@ class RolloutSide:
     logger: MetricsLogger
     recorder: TrajectoryRecorder
     display: TrainingDisplay
+    player: EpisodePlayer
+    _play: Play | None = None
+    """What the player has to do, or to do again."""
+    _rows_before: dict[str, int] | None = None
+    """The data position before the rows whose episodes no training step has used yet."""
 
-    def start_training_rows(self, step: int, *, count: int, first_place: int) -> None:
-        """Queue the episodes of `count` rows; `first_place` rows were started for this training step before."""
+    def start_training(self, step: int, *, kept: Callable[[Sequence[TrajectoryGroup]], int]) -> None:
+        """Begin to play the episodes of a training step; `kept` counts the groups that it would train on."""
         options = self.config.rollout
-        self.episodes.start(
-            self.rows.take(count),
-            step=step,
-            group_size=options.group_size,
-            temperature=options.temperature,
-            phase="train",
-            with_greedy=NEEDS.get(self.config.algorithm.advantage.name) == "greedy",
-            first_place=first_place,
-        )
+        self._rows_before = self.rows.state_dict()
+
+        def start_rows(count: int, first_place: int) -> None:
+            self.episodes.start(
+                self.rows.take(count),
+                step=step,
+                group_size=options.group_size,
+                temperature=options.temperature,
+                phase="train",
+                with_greedy=NEEDS.get(self.config.algorithm.advantage.name) == "greedy",
+                first_place=first_place,
+            )
+
+        rounds = TrainingRounds(self.config, self.episodes, start_rows=start_rows, num_kept=kept)
+        self._begin(rounds.play)
 
     def start_evaluation(self, step: int, phase: str) -> None:
-        """Queue the held-out episodes."""
+        """Begin to play the held-out episodes."""
         options = self.config.eval
         self.episodes.start(
             self.eval_rows[: options.rows],
@@ -70,21 +84,35 @@ class RolloutSide:
             temperature=options.temperature,
             phase=phase,
         )
+        self._begin(self.episodes.run)
 
-    def run_episodes(self, *, step: int, phase: str, while_waiting: Callable[[], None]) -> RolloutResult | None:
-        """Play what is queued and record it; None where restarted replicas want weights first, then call it again.
+    def _begin(self, play: Play) -> None:
+        self._play = play
+        self.player.start(play)
+
+    def finish_episodes(self, phase: str, *, while_waiting: Callable[[], None]) -> RolloutResult | None:
+        """Wait for what was started; None where restarted replicas want weights first, then call it again.
 
         `while_waiting` is called about once a second.
         """
 
         def progress(done: int, total: int) -> None:
-            self.display.phase(f"{phase} {done}/{total} episodes")
+            if total:  # 0 until the first second is over
+                self.display.phase(f"{phase} {done}/{total} episodes")
             while_waiting()
 
-        result = self.episodes.run(progress)
-        if result and self.config.logging.trajectories:
+        if not self.player.is_busy:  # the replicas have their weights now
+            assert self._play is not None
+            self.player.start(self._play)
+        return self.player.wait(progress)
+
+    def take(self, result: RolloutResult, *, step: int, phase: str) -> None:
+        """Record episodes when their step uses them: the file's lines are in the order of the steps, and an
+        interrupted run plays the rows of those that no step has used again."""
+        if phase == "train":
+            self._rows_before = None
+        if self.config.logging.trajectories:
             self.recorder.write(result.groups, step=step, phase=phase)
-        return result
 
     def step_metrics(
         self,
@@ -110,11 +138,14 @@ class RolloutSide:
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
         # The gap between trainer and fleet is that of the first update: later ones train other weights.
         metrics |= {name: value for name, value in (updates[0] if updates else {}).items() if "logprob_gap" in name}
+        # What this step did not wait for: the time that its episodes were played while the step before was trained.
+        hidden_s = max(0.0, result.seconds - seconds["rollout_s"]) if self.config.rollout.overlap else 0.0
         trained = batch.metrics.get("packed_tokens", 0.0) * len(updates) / max(1, len(batch.minibatches))
         metrics |= {
             "num_updates": float(len(updates)),
             "episode_retries": float(result.num_retries),
-            "rollout_tokens_per_s": metrics["response_tokens"] / max(1e-9, seconds["rollout_s"]),
+            "rollout_hidden_s": hidden_s,
+            "rollout_tokens_per_s": metrics["response_tokens"] / max(1e-9, seconds["rollout_s"] + hidden_s),
             "train_tokens_per_s": trained / max(1e-9, seconds["logprobs_s"] + seconds["update_s"]),
         }
         return metrics
@@ -133,7 +164,7 @@ class RolloutSide:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of rank 0."""
-        return {"rows": self.rows.state_dict()}
+        return {"rows": self._rows_before or self.rows.state_dict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after the step of `state`: data position, and files without what came later."""
@@ -243,6 +274,8 @@ def open_rollout_side(config: ExperimentConfig, *, for_training: bool = True) ->
             fleet = _start_fleet(config, stack)
             episodes = RolloutManager(config, fleet)
         stack.callback(episodes.shutdown)
+        player = EpisodePlayer()
+        stack.callback(player.close)  # before the runners end: their death would have it start others
         if has_engines:
             display.phase("starting the teacher")
         yield RolloutSide(
@@ -255,4 +288,5 @@ def open_rollout_side(config: ExperimentConfig, *, for_training: bool = True) ->
             logger=logger,
             recorder=TrajectoryRecorder(folder, FILE_NAME if for_training else "evaluations.jsonl"),
             display=display,
+            player=player,
         )

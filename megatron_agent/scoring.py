@@ -67,7 +67,7 @@ def score(
 ) -> tuple[list[CreditedRows], dict[str, float]]:
     """The minibatches with what the updates need beside the rows, credit included, and the credit's metrics.
 
-    `on_policy` says that the only update trains the weights that acted: it computes their log-probs itself. Rank
+    `on_policy` says that there is one update: its own pass is by the weights whose log-probs are the old ones. Rank
     0 passes the batch; the metrics are there only.
     """
     assert session.policy is not None

@@ -52,8 +52,12 @@ class Session:
     critic: CriticTrainer | None = None
     optimizer: Any = None
     scheduler: LrScheduler | None = None
-    version: int = 0
+    version: int = -1
     """Of the weights that the fleet got last."""
+    in_flight: int | None = None
+    """The training step whose episodes are being played, on every rank."""
+    brought_in: tuple[int, RolloutResult | None] | None = None
+    """The training step whose episodes have been played but not used, and on rank 0 the episodes."""
 
     def start_training(self) -> None:
         """Make the optimizer, whose fp32 masters copy the weights as they are now, and the policy trainer."""
@@ -138,28 +142,62 @@ class Session:
             "pair_cost": family_for(hf_config).attention_pair_cost(hf_config),
         }
 
-    def run_episodes(self, *, step: int, phase: str) -> RolloutResult | None:
-        """Play what rank 0 queued; its result there, None elsewhere.
+    def start_rollout(self, step: int) -> None:
+        """Begin to play the episodes of a training step, in the background of rank 0. Waits for no rank."""
+        assert self.in_flight is None
+        assert self.brought_in is None, f"the episodes of step {self.brought_in} have not been used"
+        self.in_flight = step
+        if self.rollout and (batches := self.batches):
+            self.rollout.start_training(step, kept=lambda groups: len(batches.kept(groups, step=step)[0]))
 
-        A restarted replica gets the current weights before it serves: rank 0 asks the other ranks for them.
+    def bring_in(self, *, version: int) -> None:
+        """Wait until no training episode is in flight; what came is kept for its step.
+
+        `version` is that of the trainer's weights.
+        """
+        if self.in_flight is not None:
+            result = self.finish_episodes("train", version=version)
+            self.brought_in, self.in_flight = (self.in_flight, result), None
+
+    def training_episodes(self, step: int) -> RolloutResult | None:
+        """The episodes of a training step on rank 0, None elsewhere: started now, or while the step before trained."""
+        if self.in_flight is None and self.brought_in is None:
+            self.start_rollout(step)
+        self.bring_in(version=step - 1)
+        assert self.brought_in is not None
+        (of_step, result), self.brought_in = self.brought_in, None
+        assert of_step == step, f"the episodes are those of step {of_step}, not {step}"
+        if self.rollout and result:
+            self.rollout.take(result, step=step, phase="train")
+        return result
+
+    def finish_episodes(self, phase: str, *, version: int) -> RolloutResult | None:
+        """Wait for what rank 0 started; its result there, None elsewhere.
+
+        A restarted replica gets the trainer's weights, which are of `version`, before it serves: rank 0 asks the other
+        ranks for them.
         """
         while True:
             result = None
             if self.rollout:
                 beat = Heartbeat(self.config.parallel.timeout_s / 4)
-                result = self.rollout.run_episodes(step=step, phase=phase, while_waiting=beat)
+                result = self.rollout.finish_episodes(phase, while_waiting=beat)
                 state = broadcast_object("over" if result else "wants weights")
             else:
                 while (state := broadcast_object(None)) == Heartbeat.STATE:
                     pass
             if state == "over":
                 return result
-            self.sync_weights(version=self.version)
+            self.sync_weights(version=version)
 
     def sync_weights(self, *, version: int) -> dict[str, float]:
-        """Hand the current weights to every replica of the fleet; returns what it took."""
+        """Hand the current weights to every replica of the fleet; returns what it took. No episode may be in flight."""
         self.version = version
         return self.sender.send(version)
+
+    def refresh_fleet(self, *, version: int) -> dict[str, float]:
+        """Like `sync_weights`, where the fleet has other weights than those of `version`."""
+        return {} if self.version == version else self.sync_weights(version=version)
 
     def update(self, microbatches: list[PackedMicrobatch], *, denominator: float, on_policy: bool) -> dict[str, float]:
         """One optimizer update; see PolicyTrainer.update."""

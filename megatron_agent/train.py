@@ -2,6 +2,7 @@
 
     rows -> episodes -> credit -> packed rows -> old, reference, ... log-probs -> updates -> weight sync -> rows
 
+With rollout.overlap the next step's episodes are played from before `credit` on, by the weights that are there then.
 Where credit needs what models say of the tokens (a critic, a teacher, a KL in the reward), rows are packed and scored
 first.
 
@@ -13,7 +14,6 @@ import sys
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_layout import run_folder
-from megatron_agent.dynamic_sampling import play_training_rows
 from megatron_agent.evaluate import evaluate
 from megatron_agent.metrics import PhaseClock
 from megatron_agent.process import run_rank
@@ -61,14 +61,23 @@ def start(session: Session) -> int:
 
 
 def train_step(session: Session, step: int) -> dict[str, float]:
-    """Act, give credit, update, hand the new weights to the fleet. Returns the metrics on rank 0, {} elsewhere."""
-    algorithm, clock = session.config.algorithm, PhaseClock()
+    """Act, give credit, update, hand the new weights to the fleet. Returns the metrics on rank 0, {} elsewhere.
+
+    With rollout.overlap the fleet gets the weights from before this step's update and plays the next step's episodes
+    with them meanwhile, so those are one step behind (docs/architecture.md, One step).
+    """
+    algorithm, overlap = session.config.algorithm, session.config.rollout.overlap
+    clock, sync = PhaseClock(), {}
     with clock("rollout"):
-        result = play_training_rows(session, step)
+        result = session.training_episodes(step)
+    if overlap:
+        with clock("sync"):
+            sync = start_next_rollout(session, step)
     with clock("credit"):
         batch = session.batches.build(result.groups, step=step) if session.batches and result else None
         shared, untrained = share(batch)
-    # Before the first update the policy is the one that acted, so its log-probs are the old ones.
+    # The old log-probs are the trainer's from before the first update. Where that is the only one, its own forward
+    # pass computes them. By which weights the episodes were sampled is another matter: that is corrected for.
     on_policy = algorithm.epochs * len(shared) == 1
     with clock("logprobs"):
         minibatches, credit_metrics = score(session, shared, batch, on_policy=on_policy)
@@ -78,12 +87,23 @@ def train_step(session: Session, step: int) -> dict[str, float]:
         updates = [] if frozen else update_policy(session, minibatches, on_policy=on_policy)
         compared = minibatches[0].rows if frozen and minibatches else untrained
         comparison = session.compare(compared) if compared else {}
-    with clock("sync"):
-        sync = session.sync_weights(version=step)
+    if not overlap:
+        with clock("sync"):
+            sync = session.sync_weights(version=step)
     if session.rollout is None or result is None or batch is None:
         return {}
     metrics = session.rollout.step_metrics(step, result, batch, updates, critic_updates, sync, clock.seconds)
     return metrics | credit_metrics | comparison
+
+
+def start_next_rollout(session: Session, step: int) -> dict[str, float]:
+    """Before the update of `step`: hand its weights to the fleet, which plays the next step's episodes with them.
+    Nothing follows the last step. Returns what the sync took."""
+    if step == session.config.run.steps:
+        return {}
+    sync = session.refresh_fleet(version=step - 1)
+    session.start_rollout(step + 1)
+    return sync
 
 
 def update_policy(session: Session, minibatches: list[CreditedRows], *, on_policy: bool) -> list[dict[str, float]]:

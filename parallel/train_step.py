@@ -57,8 +57,8 @@ class PolicyTrainer:
         """One optimizer update; returns metrics of the whole batch, equal on all ranks.
 
         `microbatches` are this data rank's; `denominator` is that of the whole batch. `on_policy` says that these
-        weights have not been updated since the batch was sampled: then old log-probs are not needed, because this
-        pass computes them. Metrics are means over trained tokens, except `loss` and `policy_loss` (the loss's own
+        weights are those from before the batch's first update: then old log-probs are not needed, because this pass
+        computes them. Metrics are means over trained tokens, except `loss` and `policy_loss` (the loss's own
         weighting), `*_max`, `grad_norm` (before clipping), `lr` and `num_tokens`.
         Raises TrainingError where the gradient is not finite; the weights are then unchanged.
         """

@@ -223,6 +223,7 @@ def test_overrides_that_cannot_be(experiment, overrides, expected):
 
 EVAL = "data.eval={rows}"
 GPUS = "cluster.gpus_per_node=2"
+OVERLAP = ("rollout.overlap=true", "algorithm.correction.tis=token")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,8 @@ GPUS = "cluster.gpus_per_node=2"
         (["rollout.kv_cache_gib=2", GPUS], "the fleet runs on GPUs"),
         (["rollout.engine_threads=2", GPUS], "the fleet runs on GPUs"),
         (["model.builder.name=tiny_qwen3"], "the folder model.path exists already"),
+        (["algorithm.filters.max_staleness=1"], "every episode is played with the newest weights"),
+        (["algorithm.filters.max_staleness=1", *OVERLAP], "with weights that are at most one step old"),
     ],
 )
 def test_override_without_effect(experiment, overrides, why):
@@ -262,6 +265,9 @@ def test_override_without_effect(experiment, overrides, why):
         ["optimizer.min_lr_frac=0.5", "optimizer.schedule=cosine"],
         ["rollout.gpu_memory_utilization=0.5", GPUS],
         ["agent.bad_call=end", "agent.tools=[calculator]"],
+        [*OVERLAP],
+        ["rollout.overlap=true", "algorithm.correction.mask=token_band"],
+        ["rollout.overlap=true", "algorithm.old_logprobs=rollout"],
     ],
 )
 def test_override_with_effect(experiment, overrides):
@@ -436,6 +442,13 @@ def test_devices(experiment, overrides, expected):
         ),
         (["agent.reward=nowhere.module:score"], "agent.reward: there is no module 'nowhere.module'"),
         (["agent.reward=megatron_agent.rewards:exct"], "has no 'exct'; did you mean 'exact'?"),
+        (["rollout.overlap=true"], "nothing corrects for that: set algorithm.correction.tis to token"),
+        (
+            ["rollout.overlap=true", "algorithm.old_logprobs=rollout", "algorithm.loss.name=reinforce"],
+            "reinforce has no ratio that algorithm.old_logprobs rollout could correct",
+        ),
+        ([*OVERLAP, "algorithm.filters.max_staleness=0"], "max_staleness 0 drops every episode"),
+        ([*OVERLAP, GPUS, "cluster.colocate=true"], "they take turns on the same GPUs; drop one of them"),
         (["eval.every=2"], "eval.every is 2, but data.eval names no rows"),
         (["run.name=a/b"], "run.name 'a/b' cannot be the name of a folder"),
         (["run.name=''"], "run.name '' cannot be the name of a folder"),

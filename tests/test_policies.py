@@ -30,6 +30,7 @@ ASSEMBLY = {
     "megatron_agent.evaluate",
     "megatron_agent.export",
     "megatron_agent.metrics",
+    "megatron_agent.overlap",
     "megatron_agent.process",
     "megatron_agent.report",
     "megatron_agent.report_charts",

@@ -165,6 +165,16 @@ def test_head_line_curves_and_last_step(tmp_path: Path) -> None:
     assert "<dt>grad_norm</dt><dd>4</dd>" in page
 
 
+def test_a_chart_shows_rollouts_behind_training_where_there_were_any(tmp_path: Path) -> None:
+    title = "<figcaption>Rollouts behind training</figcaption>"
+    write_metrics(tmp_path, {"step": 1, "return_mean": 1.0, "rollout_s": 2.0, "rollout_hidden_s": 0.0})
+    assert title not in page_of(tmp_path)
+    write_metrics(
+        tmp_path, *({"step": n, "return_mean": 1.0, "rollout_s": 2.0, "rollout_hidden_s": 3.0} for n in (1, 2))
+    )
+    assert page_of(tmp_path).count(title) == 1
+
+
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     write_metrics(tmp_path, {"step": 1, "return_mean": 1.0})
     record(tmp_path, 0, "eval_before", make_episode(0, "yes"))

@@ -34,11 +34,6 @@ from parallel.losses.base import MAX_LOG_RATIO, LossInputs, MetricTerms, mean_ov
 from parallel.losses.kl import k1, k3
 
 
-def is_on(config: CorrectionConfig) -> bool:
-    """Whether anything of it changes the loss."""
-    return config.tis != "none" or config.mask != "none" or config.reject_k3 is not None
-
-
 def correction_weights(inputs: LossInputs, config: CorrectionConfig) -> tuple[torch.Tensor, MetricTerms]:
     """Constant factor of each token's policy loss term [T], 0 where masked, and metrics.
 

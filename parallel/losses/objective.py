@@ -5,7 +5,7 @@ import torch
 
 from megatron_agent.config import AlgorithmConfig
 from parallel.losses.base import LossInputs, MetricTerms, select, token_ratio, weighted_sum, zero_masked
-from parallel.losses.correction import correction_weights, is_on
+from parallel.losses.correction import correction_weights
 from parallel.losses.kl import k3, kl_term
 from parallel.losses.registry import policy_loss
 from parallel.losses.sft import negative_log_likelihood
@@ -20,7 +20,7 @@ def rl_objective(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[torch.
     inputs = zero_masked(inputs)
     terms, sums = policy_loss(algorithm.loss)(inputs)
     maxima: dict[str, torch.Tensor] = {}
-    if is_on(algorithm.correction):
+    if algorithm.correction.is_on():
         assert algorithm.old_logprobs == "recompute", "with the rollout's log-probs as old ones all weights are 1"
         weights, corrected = correction_weights(inputs, algorithm.correction)
         terms = terms * weights
