@@ -13,8 +13,8 @@ from megatron_agent.batching import BatchBuilder
 from megatron_agent.envs.base import Action, AgentEnv, EnvStep, Observation
 from megatron_agent.errors import ConfigError, FleetError
 from megatron_agent.model_folders.tiny_qwen3 import build
+from rollout.client import ReplicaDiedError
 from rollout.episodes import EpisodeRunner
-from rollout.fleet import ReplicaDiedError
 from trajectory.steps import StopReason, TrajectoryGroup, TrajectoryStatus
 
 GATE = threading.Event()
