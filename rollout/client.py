@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayError
 
 from megatron_agent.errors import FleetError
 from megatron_agent.generation import Completion, SamplingParams
@@ -88,7 +88,7 @@ async def _connect(name: str) -> ReplicaConnection:
         return await connect(name, endpoint)
     except ValueError as error:
         raise ReplicaDiedError(f"there is no {name} at the moment") from error
-    except (RayActorError, ConnectionError) as error:
-        raise ReplicaDiedError(f"{name} died: {error}") from error
-    except (TimeoutError, GetTimeoutError) as error:
+    except TimeoutError as error:
         raise ReplicaDiedError(f"{name} did not say within {CONNECT_TIMEOUT_S:g} s where it listens") from error
+    except (RayError, ConnectionError) as error:  # one that is only starting fails to answer, too
+        raise ReplicaDiedError(f"{name} died: {error}") from error

@@ -239,13 +239,13 @@ class ReplicaServer:
         self._generate = generate
         self._secret = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
-        self._host = ""
+        self._endpoint: Endpoint | None = None
 
     async def start(self, host: str) -> None:
         """Listen at a free port of `host`, an address of this machine that the runners reach."""
-        self._host = host
         listening = _new_socket(host)
         listening.bind((host, 0))
+        self._endpoint = Endpoint(host, listening.getsockname()[1], self._secret)
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Served(self._generate, self._secret), sock=listening, backlog=1024
         )
@@ -253,8 +253,8 @@ class ReplicaServer:
     @property
     def endpoint(self) -> Endpoint:
         """Where runners connect."""
-        assert self._server is not None, "the server has not started"
-        return Endpoint(self._host, self._server.sockets[0].getsockname()[1], self._secret)
+        assert self._endpoint is not None, "the server has not started"
+        return self._endpoint
 
     def close(self) -> None:
         """Accept no more connections."""

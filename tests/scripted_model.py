@@ -40,11 +40,13 @@ class ScriptedModel:
         self.params: list[SamplingParams] = []
         self.forgotten: list[str] = []
         self.placed: dict[str, int] = {}
+        self.asked_by = ""
 
     async def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Completion:
         await asyncio.sleep(0)
         self.prompts.append(list(prompt_ids))
         self.params.append(params)
+        self.asked_by = session_id
         number = self._asked[session_id] = self._asked.get(session_id, 0) + 1
         reply = self._replies[number - 1]
         return completion(reply, params.max_tokens) if isinstance(reply, str) else reply()
