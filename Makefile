@@ -39,7 +39,7 @@ format: $(VENV)/.project-installed
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.project-installed
-	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	for script in benchmarks/rollout.py benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 docs: $(VENV)/.project-installed
 	$(BIN)/megatron-agent schema > yaml_configs/schema.json

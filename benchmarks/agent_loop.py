@@ -3,16 +3,15 @@
 import argparse
 import asyncio
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import conversation
-import psutil
 import ray
 from single_rank import single_rank_session
+from step_overhead import cpu_seconds, processes, step_overhead
 
 import rollout.fleet
 from megatron_agent.data import parse_row
@@ -28,6 +27,7 @@ NUM_STEPS = 3
 RESPONSE_TOKENS = 48
 GROUP_SIZE = 8
 TOOL_S = 0.2
+OVERHEAD_EPISODES = (16, 256)
 MODELS: dict[str, dict[str, Any]] = {
     "smollm2": {"path": "models/smollm2", "builder": {"name": "smollm2"}},
     "tiny": {
@@ -136,7 +136,16 @@ def main(description: str | None) -> None:
         if model == "tiny" and not arguments.no_slow_tools:
             cases.append(Case(model=model, episodes=max(counts), tool_s=TOOL_S))
         measured |= run_cases(cases, arguments)
-    report(measured, arguments)
+    overhead = {}
+    for count in OVERHEAD_EPISODES:
+        overhead[count] = step_overhead(MODELS["tiny"], episodes=count, repeats=arguments.repeats)
+        costs = overhead[count]
+        print(
+            f"{f'no engine, {count} episodes':32s} {costs['cpu_ms_per_step']:.2f} ms of CPU and "
+            f"{costs['wall_ms_per_step']:.2f} ms of wall time for each step",
+            flush=True,
+        )
+    report(measured, overhead, arguments)
 
 
 def run_cases(
@@ -214,17 +223,6 @@ def one_pass(session: Session, case: Case, number: int) -> tuple[Measurement, Me
     )
 
 
-def processes(actors: Sequence[Any]) -> list[psutil.Process]:
-    """This process and those of the actors."""
-    pids = ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in actors])
-    return [psutil.Process(pid) for pid in (os.getpid(), *pids)]
-
-
-def cpu_seconds(around: Sequence[psutil.Process]) -> float:
-    """Processor time that these processes have had."""
-    return sum(sum(process.cpu_times()[:2]) for process in around)
-
-
 def requests_of(trajectory: Trajectory) -> list[Request]:
     """The trajectory's steps, for the bare side."""
     assert trajectory.error is None, trajectory.error
@@ -258,7 +256,11 @@ def show(name: str, agent: Sequence[Measurement], bare: Sequence[Measurement]) -
     )
 
 
-def report(measured: dict[str, tuple[list[Measurement], list[Measurement]]], arguments: argparse.Namespace) -> None:
+def report(
+    measured: dict[str, tuple[list[Measurement], list[Measurement]]],
+    overhead: dict[int, dict[str, float]],
+    arguments: argparse.Namespace,
+) -> None:
     name = VALUE if VALUE in measured else next(iter(measured))
     result = {
         "claim": f"rollout tokens/s through the agent loop over bare AsyncLLM.generate, same requests, {name}",
@@ -276,6 +278,7 @@ def report(measured: dict[str, tuple[list[Measurement], list[Measurement]]], arg
             }
             for name, (agent, bare) in measured.items()
         }
+        | {f"no engine, {count} episodes": costs for count, costs in overhead.items()}
         | {"dtype": arguments.dtype, "replicas": arguments.replicas},
     }
     print(json.dumps(result))

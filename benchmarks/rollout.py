@@ -15,6 +15,9 @@ the machine only adds time.
     tiny      a model of 120,000 parameters, with 1, 16, 64 and 256 episodes of 3 steps of up to 48 tokens; then 256
               again with an environment that takes 0.2 s for each step, against the same requests without any wait
 
+    no engine 16 and 256 episodes of 8 steps, with a replica that answers after 0.1 s without a model: all that a step
+              costs outside the engine
+
 The claim is about SmolLM2 with 32 episodes, and so is the value. The tiny model has next to no model in it: it shows
 what a step costs outside the engine. `CPU ms` is the processor time of all processes around the engine's own (driver,
 runner, replica actor) for one step, and in parentheses what of it the bare side needs too; other work on the machine
