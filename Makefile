@@ -12,7 +12,7 @@ LOCK := requirements/cpu.lock
 PIP_VERSION := 25.3
 PIP_FLAGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BENCHMARKS := weight_sync bench_rollout bench_train_step bench_credit
+BENCHMARKS := tokens planner logprobs train_step weight_sync rollout step credit
 CONFIG ?= yaml_configs/quickstart.yaml
 ARGS ?=
 

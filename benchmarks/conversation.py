@@ -1,5 +1,6 @@
-"""What bench_rollout and step play: an environment that keeps the conversation going, and prompts with long answers."""
+"""What rollout.py and step.py play: an environment that keeps the conversation going, and prompts with long answers."""
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,12 +10,17 @@ SUBJECTS = ("a lighthouse", "the sea", "a train at night", "two brothers", "a lo
 
 
 class Conversation(AgentEnv):
-    """Asks for more after every reply, so that agent.max_steps decides when an episode ends."""
+    """Asks for more after every reply, so that agent.max_steps ends an episode. Each step takes `tool_s`."""
+
+    def __init__(self, *, tool_s: float = 0.0) -> None:
+        self._tool_s = tool_s
 
     def reset(self, row: Any) -> Observation:
         return Observation(messages=row.prompt)
 
     def step(self, action: Action) -> EnvStep:
+        if self._tool_s:
+            time.sleep(self._tool_s)
         return EnvStep(messages=[{"role": "user", "content": "Go on, what happens then?"}])
 
 

@@ -31,6 +31,8 @@ class Completion:
     """The version of the weights that sampled it."""
     num_cached_tokens: int = 0
     """How many prompt tokens came from the prefix cache."""
+    cache_block_tokens: int = 0
+    """The prefix cache's unit: prompts share whole blocks of this many tokens; 0 where there is no such cache."""
     info: dict[str, float] = field(default_factory=dict)
 
 

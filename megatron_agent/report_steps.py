@@ -123,7 +123,7 @@ def _counters(info: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: value
         for name, value in info.items()
-        if isinstance(value, int | float) and value and name != "num_cached_tokens"
+        if isinstance(value, int | float) and value and name not in ("num_cached_tokens", "cache_block_tokens")
     }
 
 

@@ -38,7 +38,9 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str
         "staleness_max": float(staleness.max()),
     }
     prompt_tokens = max(1.0, metrics["prompt_tokens"])
-    metrics["prefix_cached_frac"] = sum(step_.info.get("num_cached_tokens", 0) for step_ in steps) / prompt_tokens
+    cached = sum(step_.info.get("num_cached_tokens", 0) for step_ in steps)
+    metrics["prefix_cache_hit_frac"] = cached / prompt_tokens
+    metrics["prefix_cache_ideal_frac"] = sum(_ideal_cached_tokens(group) for group in groups) / prompt_tokens
     endings = Counter(t.steps[-1].stop_reason.value for t in trajectories if t.steps)
     metrics |= {f"ended_{reason}_frac": count / len(trajectories) for reason, count in sorted(endings.items())}
     changes = Counter(step_.context_change for step_ in steps)
@@ -50,6 +52,27 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str
     for name in sorted({name for own in parts for name in own}):
         metrics[f"reward_{name}_mean"] = float(np.mean([own[name] for own in parts]))
     return metrics
+
+
+def _ideal_cached_tokens(group: TrajectoryGroup) -> int:
+    """Prompt tokens that an endless prefix cache would have had, if every episode of the group only appended.
+
+    For a step that follows another one of its episode, that one's prompt and response; for the first step of all
+    members but one, the prompt; both in whole blocks of the engine's cache. The last token of a prompt is always
+    computed. Episodes of the same dataset row in other groups, and system prompts that all rows share, can only add.
+    """
+    total, seen = 0, False
+    for trajectory in group.trajectories:
+        before = None
+        for step in trajectory.steps:
+            known = len(step.prompt_ids) if seen else 0
+            if before is not None:
+                known = len(before.prompt_ids) + len(before.response_ids)
+            block = step.info.get("cache_block_tokens", 0)
+            if block:
+                total += min(known, len(step.prompt_ids) - 1) // block * block
+            before, seen = step, True
+    return total
 
 
 def _reward_parts(trajectory: Trajectory) -> Counter[str]:

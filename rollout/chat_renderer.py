@@ -6,6 +6,7 @@ anew and the change is named (FORK).
 """
 
 import json
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from megatron_agent.tools.formats import ToolFormat
 from trajectory.steps import ContextChange
 
 Message = dict[str, Any]
+
+MAX_KNOWN_CHARACTERS = 32 << 20
+"""Text of rendered conversations that is kept: the latest ones, of at least a few hundred episodes."""
 
 
 class TemplateRenderer:
@@ -36,6 +40,8 @@ class TemplateRenderer:
         if self._end_of_turn_id is None:
             raise ModelFolderError(f"{folder}: the tokenizer has no eos_token; set it to the end-of-turn token")
         self._end_ids = end_of_turn_ids(Path(folder)) | {self._end_of_turn_id}
+        self._known: OrderedDict[tuple[Any, ...], tuple[str, list[int] | None]] = OrderedDict()
+        self._known_characters = 0
 
     @property
     def end_of_turn_id(self) -> int:
@@ -44,7 +50,37 @@ class TemplateRenderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Ids of the whole conversation up to where the assistant speaks."""
-        return self._ids(self._text(messages, tools, generation_prompt=True))
+        key = _key(messages, tools)
+        text, ids = self._prompt(messages, tools, key)
+        if ids is None:
+            ids = self._ids(text)
+            self._keep(key, text, ids)
+        return list(ids)
+
+    def _prompt(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: tuple[Any, ...] | None
+    ) -> tuple[str, list[int] | None]:
+        """Text of the conversation up to where the assistant speaks, and its ids where they are known.
+
+        Every text is asked for twice or more: a step's is the beginning of the next one's, and a group's first prompt
+        is that of all its members.
+        """
+        if key is not None and (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            return known
+        text = self._text(messages, tools, generation_prompt=True)
+        self._keep(key, text, None)
+        return text, None
+
+    def _keep(self, key: tuple[Any, ...] | None, text: str, ids: list[int] | None) -> None:
+        if key is None:
+            return
+        if key not in self._known:
+            self._known_characters += len(text)
+        self._known[key] = (text, ids)
+        while self._known_characters > MAX_KNOWN_CHARACTERS:
+            _, (oldest, _) = self._known.popitem(last=False)
+            self._known_characters -= len(oldest)
 
     def extend(
         self,
@@ -59,8 +95,9 @@ class TemplateRenderer:
         REALIGN: it does, but the model ended its turn with another token than the template's, which follows then.
         `after` begins with the assistant message that `response_ids` decoded to.
         """
-        said = self._text(before, tools, generation_prompt=True) + after[0]["content"]
-        following = self._text([*before, *after], tools, generation_prompt=True)
+        whole = [*before, *after]
+        said = self._prompt(before, tools, _key(before, tools))[0] + after[0]["content"]
+        following, _ = self._prompt(whole, tools, _key(whole, tools))
         if not following.startswith(said):
             return self._ids(following), ContextChange.FORK
         closing = following[len(said) :]
@@ -118,6 +155,17 @@ class TemplateRenderer:
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _key(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Any, ...] | None:
+    """What the rendered text depends on, by value; None where a message has more than role and text."""
+    parts: list[Any] = [json.dumps(tools) if tools else ""]
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if len(message) != 2 or not isinstance(role, str) or not isinstance(content, str):
+            return None
+        parts += (role, content)
+    return tuple(parts)
 
 
 def end_of_turn_ids(folder: Path) -> set[int]:

@@ -3,26 +3,34 @@
 The replica serves only while it has the weights of a known version: not before its first update, and not between
 `begin_update` and `commit_update`. So a trainer that dies in the middle of a sync leaves a replica that refuses, never
 one that answers with half-new weights.
+
+    runners --requests over TCP--> ReplicaServer --> generate() --> AsyncLLM --> the engine's own process(es)
+    rank 0  --Ray calls----------> begin_update() waits for all of generate's requests, then buckets, commit_update()
+
+Where the engine dies this process ends, whoever notices it: a call, or the watch that looks every LOOK_AFTER_S. With it
+end the connections and Ray calls of all that wait.
 """
 
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ray.actor import exit_actor
+import ray
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import FleetError
 from megatron_agent.generation import Completion, SamplingParams
 from rollout.chat_renderer import end_of_turn_ids
+from rollout.transport import Endpoint, ReplicaServer
 
 NO_WEIGHTS = -1
 """The version of a replica that waits for weights."""
 LOOK_AFTER_S = 5.0
-"""How often a call that waits for the engine looks whether that is still alive."""
+"""How often the replica looks whether its engine is still alive."""
+MAX_KEPT_PARAMS = 4096
 
 
 class ReplicaEngine:
@@ -35,9 +43,13 @@ class ReplicaEngine:
         self._on_cpu = on_cpu
         self._backend = backend
         self._version = NO_WEIGHTS
+        self._committed = NO_WEIGHTS
         self._engine: Any = None
         self._next_request = 0
         self._is_updating = False
+        self._sampling: dict[SamplingParams, Any] = {}
+        self._server = ReplicaServer(self.generate)
+        self._watch: asyncio.Task[None] | None = None
         self._end_of_turn = sorted(end_of_turn_ids(Path(config.model.path)))
         log_to(Path(log_path))
         if on_cpu:
@@ -47,11 +59,17 @@ class ReplicaEngine:
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
     async def start(self) -> None:
-        """Build the engine; returns when it can take weights."""
+        """Build the engine and listen; returns when it can take weights."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args()))
+        self._watch = asyncio.create_task(self._watch_engine())
+        await self._server.start(ray.util.get_node_ip_address())
+
+    async def endpoint(self) -> Endpoint:
+        """Where runners connect."""
+        return self._server.endpoint
 
     def _engine_args(self) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig
@@ -64,54 +82,67 @@ class ReplicaEngine:
         }
         return base_engine_args(self._config, on_cpu=self._on_cpu) | own | self._config.rollout.engine_args
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         """Sample one completion; raises FleetError where the replica has no weights yet."""
+        if self._version == NO_WEIGHTS:
+            raise FleetError("a replica was asked to generate before it had weights; send weights first")
+        self._next_request += 1
+        prompt, name = {"prompt_token_ids": prompt_ids}, f"request-{self._next_request}"
+        output = await self._while_alive(_last(self._engine.generate(prompt, self._vllm_params(params), name)))
+        sampled = output.outputs[0]
+        return Completion(
+            token_ids=list(sampled.token_ids),
+            logprobs=list(sampled.logprobs.logprobs),  # flat: one entry a token, as logprobs=0 asks for
+            finish_reason=sampled.finish_reason or "abort",
+            # An update waits for requests in flight, and one that slips in behind its pause waits for the update: so
+            # the version that was committed last sampled all of it.
+            policy_version=self._committed,
+            num_cached_tokens=output.num_cached_tokens or 0,
+            cache_block_tokens=self._engine.vllm_config.cache_config.block_size,
+        )
+
+    def _vllm_params(self, params: SamplingParams) -> Any:
+        """vLLM's object for these; the same few come again and again, and it costs more than a dictionary's look-up."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if self._version == NO_WEIGHTS:
-            raise FleetError("a replica was asked to generate before it had weights; send weights first")
-        request = VllmSamplingParams(
+        if (known := self._sampling.get(params)) is not None:
+            return known
+        if len(self._sampling) >= MAX_KEPT_PARAMS:
+            self._sampling.clear()
+        made = self._sampling[params] = VllmSamplingParams(
             temperature=params.temperature,
             max_tokens=params.max_tokens,
             stop=list(params.stop) or None,
             stop_token_ids=[*self._end_of_turn, *params.stop_token_ids],
             logprobs=0,
+            flat_logprobs=True,
             detokenize=bool(params.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._next_request += 1
-        version = self._version
-        prompt = {"prompt_token_ids": list(prompt_ids)}
-        output = await self._while_alive(_last(self._engine.generate(prompt, request, f"request-{self._next_request}")))
-        sampled = output.outputs[0]
-        token_ids = list(sampled.token_ids)
-        return Completion(
-            token_ids=token_ids,
-            logprobs=[entry[token].logprob for entry, token in zip(sampled.logprobs, token_ids, strict=True)],
-            finish_reason=sampled.finish_reason or "abort",
-            policy_version=version,
-            num_cached_tokens=output.num_cached_tokens or 0,
-        )
+        return made
 
     async def _while_alive(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """What the call to the engine gives. Where the engine dies the actor ends: the fleet starts another one.
-
-        vLLM tells the calls that wait at that moment, but one that comes in the same moment would wait for ever.
-        """
+        """What the call to the engine gives. Where the engine dies the process ends: the fleet starts another one."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        task = asyncio.ensure_future(call)
         try:
-            while not (await asyncio.wait({task}, timeout=LOOK_AFTER_S))[0]:
-                if self._engine.errored:
-                    raise EngineDeadError
-            return task.result()
+            return await call
         except EngineDeadError:
-            self._engine.shutdown()
-            exit_actor()
-        finally:
-            task.cancel()
+            self._end()
+
+    async def _watch_engine(self) -> None:
+        """vLLM tells the calls that wait when the engine dies; one that comes in that moment would wait for ever."""
+        while not self._engine.errored:
+            await asyncio.sleep(LOOK_AFTER_S)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        """End this process at once, with all that waits for it."""
+        self._engine.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     async def version(self) -> int:
         """The version of the weights that serve; NO_WEIGHTS where none do."""
@@ -152,11 +183,14 @@ class ReplicaEngine:
         """Serve again, with these weights and without cached prefixes of older ones."""
         await self._engine.update_weight_version(str(version))
         await self._engine.reset_prefix_cache()
+        self._version = self._committed = version
         await self._engine.resume_generation()
-        self._version = version
 
     async def shutdown(self) -> None:
         """End the engine and its processes."""
+        self._server.close()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._engine is not None:
             self._engine.shutdown()
         await asyncio.sleep(0)

@@ -1,15 +1,18 @@
 """Plays episodes: hundreds at once, each with its time-outs, none able to harm another.
 
-    RolloutManager (rank 0) --requests--> EpisodeRunner actors --ids--> replicas (FleetClient)
-            ^                                   |
-            +------ finished trajectories ------+
+    RolloutManager (rank 0) --take(requests)----> EpisodeRunner actors --ids, over TCP--> replicas (FleetClient)
+            ^                                       |  one task per episode
+            +------ finished(): waits for the next ones, takes all there are
 
-A runner plays its requests concurrently. An episode whose replica died is handed back and run again; when no replica
-has weights, `collect` hands out what it has and the loop syncs before it goes on. What environments, tools and rewards
-raise ends in the trajectory; nothing else is caught.
+A runner plays its requests concurrently. The manager waits for whichever runner has something, and starts the next
+episode as one ends: nobody waits for a whole round. An episode whose replica died is handed back and run again; when no
+replica has weights, `run` returns and the loop syncs before it goes on. What environments, tools and rewards raise ends
+in the trajectory; nothing else is caught.
 """
 
 import asyncio
+import contextlib
+import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,28 +25,26 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.data import Row
-from megatron_agent.errors import FleetError, MegatronAgentError
+from megatron_agent.errors import DataError, FleetError, MegatronAgentError
 from megatron_agent.flows.base import AgentFlowBase, EpisodeEnd, FlowContext
 from megatron_agent.flows.registry import make_flow
 from megatron_agent.rewards import score
 from megatron_agent.tools.formats import get_tool_format
 from megatron_agent.worker_thread import WorkerThread
 from rollout.chat_renderer import TemplateRenderer
-from rollout.fleet import Fleet, FleetClient, ReplicaDiedError, last_line
+from rollout.client import FleetClient, ReplicaDiedError
+from rollout.dispatch import EpisodeRequest, ReplicaQueues
+from rollout.fleet import Fleet, last_line
 from trajectory.steps import Step, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus
 
 POLL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRequest:
-    """One episode to play."""
-
-    row: Row
-    group_id: str
-    trajectory_id: str
-    temperature: float
-    attempt: int = 0
+"""How often `progress` is called where nothing happens."""
+LONG_POLL_S = 30.0
+"""How long a runner keeps the question for finished episodes before it answers that there are none."""
+SILENT_S = 300.0
+"""A runner that answers nothing for so long beyond that is stuck."""
+MAX_CALLS = 16
+"""Ray calls that a runner takes at once; episodes are not among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +63,50 @@ class EpisodeRunner:
         self._config = config
         self._client = client
         self._renderer = TemplateRenderer(config.model.path, get_tool_format(config.agent.tool_format))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: list[tuple[str, bytes | None]] = []
+        self._failure: BaseException | None = None
+        self._something_ended = asyncio.Event()
 
     async def ready(self) -> bool:
         """True once constructed."""
         return True
 
+    async def take(self, requests: list[EpisodeRequest]) -> None:
+        """Start to play these; `finished` gives what became of them."""
+        for request in requests:
+            task = asyncio.get_running_loop().create_task(self._play_and_keep(request))
+            self._tasks.add(task)  # the loop itself holds no reference
+            task.add_done_callback(self._tasks.discard)
+
+    async def finished(self, timeout_s: float) -> list[tuple[str, bytes | None]]:
+        """(id, pickled trajectory) of all that ended since the last call, None in place of those to be played again.
+
+        Waits up to `timeout_s` for the first. Raises what ended the run of an episode and is not the episode's own.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._something_ended.wait(), timeout_s)
+        self._something_ended.clear()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        ended, self._ended = self._ended, []
+        return ended
+
+    async def _play_and_keep(self, request: EpisodeRequest) -> None:
+        try:
+            trajectory = await self.play(request)
+            # Here, and not by Ray, whose pickler of Python code takes ten times as long for many small arrays.
+            self._ended.append((request.trajectory_id, None if trajectory is None else _packed(trajectory)))
+        except BaseException as failure:  # whatever it is, the manager has to hear of it
+            self._failure = failure
+        self._something_ended.set()
+
     async def play(self, request: EpisodeRequest) -> Trajectory | None:
         """One episode's trajectory; None where its replica died and it has to be played again."""
         thread = WorkerThread()
+        if request.replica is not None:
+            self._client.place(request.trajectory_id, request.replica)
         context = FlowContext(
             generate=self._client,
             renderer=self._renderer,
@@ -150,8 +187,11 @@ class RolloutManager:
         self._config = config
         self._fleet = fleet
         self._runners: list[Any] = [None] * config.rollout.runners
+        self._playing: list[dict[str, EpisodeRequest]] = [{} for _ in self._runners]
+        self._asked: dict[Any, tuple[int, float]] = {}
+        """Calls of `finished` that are not answered -> (runner, when it was asked)."""
         self._start_runners(range(config.rollout.runners))
-        self._waiting: list[EpisodeRequest] = []
+        self._waiting = ReplicaQueues(config.rollout.replicas)
         self._finished: dict[str, Trajectory] = {}
         self._order: list[tuple[str, list[str], str | None]] = []
         self._started = 0.0
@@ -159,8 +199,7 @@ class RolloutManager:
 
     def _start_runners(self, numbers: Iterable[int]) -> None:
         options = self._config.rollout
-        per_runner = -(-options.max_concurrent_episodes // options.runners)
-        actor = ray.remote(EpisodeRunner).options(num_cpus=0, max_concurrency=per_runner + 1)
+        actor = ray.remote(EpisodeRunner).options(num_cpus=0, max_concurrency=MAX_CALLS)
         for number in numbers:
             self._runners[number] = actor.remote(self._config, self._fleet.client())
         try:
@@ -189,7 +228,8 @@ class RolloutManager:
         `with_greedy` adds one episode of each row without sampling, the group's `greedy`. `first_place` is the number
         of rows that were started for the same step and phase before.
         """
-        self._waiting, self._finished, self._order, self._num_retries = [], {}, [], 0
+        self._finished, self._order, self._num_retries = {}, [], 0
+        self._waiting.clear()
         self._started = time.monotonic()
         for place, row in enumerate(rows, start=first_place):
             group_id = f"{phase}-{step}-{place}-row{row.index}"
@@ -197,9 +237,9 @@ class RolloutManager:
             greedy = f"{group_id}-greedy" if with_greedy else None
             self._order.append((group_id, ids, greedy))
             played = [(key, temperature) for key in ids] + ([(greedy, 0.0)] if greedy else [])
-            self._waiting += [
+            self._waiting.add(
                 EpisodeRequest(row=row, group_id=group_id, trajectory_id=key, temperature=own) for key, own in played
-            ]
+            )
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> RolloutResult | None:
         """Play what is queued. None where replicas were restarted and want the weights first: sync, then run again.
@@ -208,42 +248,75 @@ class RolloutManager:
         rollout.max_failed_frac of the episodes failed in environment code.
         """
         total = len(self._waiting) + len(self._finished)
-        in_flight: dict[Any, tuple[int, EpisodeRequest]] = {}
         lost: list[EpisodeRequest] = []
-        dead_runners: set[int] = set()
-        turn = 0
-        while self._waiting or in_flight:
-            while self._waiting and not lost and len(in_flight) < self._config.rollout.max_concurrent_episodes:
-                request, runner = self._waiting.pop(0), turn % len(self._runners)
-                in_flight[self._runners[runner].play.remote(request)] = (runner, request)
-                turn += 1
-            if not in_flight:
+        dead: set[int] = set()
+        while self._waiting or any(self._playing):
+            if not lost:
+                self._dispatch()
+            if not any(self._playing):
                 break
-            done, _ = ray.wait(list(in_flight), num_returns=1, timeout=POLL_S)
-            if done:  # take along whatever else is ready
-                done, _ = ray.wait(list(in_flight), num_returns=len(in_flight), timeout=0)
-            for reference in done:
-                runner, request = in_flight.pop(reference)
-                try:
-                    trajectory = ray.get(reference)
-                except RayTaskError as error:
-                    if isinstance(error.cause, MegatronAgentError):  # without the runner's traceback around it
-                        raise error.cause from None
-                    raise
-                except RayActorError:  # out of memory, say: what it played is played again by another one
-                    dead_runners.add(runner)
-                    trajectory = None
-                if trajectory is None:
-                    lost.append(request)
-                else:
-                    self._finished[request.trajectory_id] = trajectory
+            for runner, ended in self._await_some():
+                playing = self._playing[runner]
+                if ended is None:  # the runner died, out of memory, say: what it played is played again by another one
+                    dead.add(runner)
+                    ended = [(trajectory_id, None) for trajectory_id in playing]
+                for trajectory_id, packed in ended:
+                    request = playing.pop(trajectory_id)
+                    assert request.replica is not None
+                    self._waiting.finished(request.replica)
+                    if packed is None:
+                        lost.append(request)
+                    else:
+                        self._finished[trajectory_id] = pickle.loads(packed)
             progress(len(self._finished), total)
         if lost:
             self._requeue(lost)
-            self._start_runners(dead_runners)
+            self._start_runners(dead)
             self._fleet.ensure_healthy()
             return None if self._fleet.needs_weights else self.run(progress)
         return self._result()
+
+    def _dispatch(self) -> None:
+        """Start as many of the waiting episodes as may be in flight, each on the runner that plays the fewest."""
+        room = self._config.rollout.max_concurrent_episodes - sum(len(playing) for playing in self._playing)
+        batches: dict[int, list[EpisodeRequest]] = {}
+        for _ in range(min(room, len(self._waiting))):
+            waiting, replica = self._waiting.pop()
+            request = replace(waiting, replica=replica)
+            runner = min(range(len(self._runners)), key=lambda number: len(self._playing[number]))
+            self._playing[runner][request.trajectory_id] = request
+            batches.setdefault(runner, []).append(request)
+        for runner, requests in batches.items():
+            self._runners[runner].take.remote(requests)
+
+    def _await_some(self) -> list[tuple[int, list[tuple[str, bytes | None]] | None]]:
+        """(runner, what it finished) of the runners that answer within POLL_S; None in place of a dead one's."""
+        asked = {runner for runner, _ in self._asked.values()}
+        for runner, playing in enumerate(self._playing):
+            if playing and runner not in asked:
+                self._asked[self._runners[runner].finished.remote(LONG_POLL_S)] = (runner, time.monotonic())
+        answered, _ = ray.wait(list(self._asked), num_returns=1, timeout=POLL_S)
+        if answered and len(self._asked) > 1:  # take along whatever else is ready
+            answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        ended = []
+        for reference in answered:
+            runner, _ = self._asked.pop(reference)
+            try:
+                ended.append((runner, ray.get(reference)))
+            except RayTaskError as error:
+                if isinstance(error.cause, MegatronAgentError):  # without the runner's traceback around it
+                    raise error.cause from None
+                raise
+            except RayActorError:
+                ended.append((runner, None))
+        for runner, since in self._asked.values():
+            if time.monotonic() - since > LONG_POLL_S + SILENT_S:
+                raise FleetError(
+                    f"episode runner {runner} has not answered for {LONG_POLL_S + SILENT_S:g} s with "
+                    f"{len(self._playing[runner])} episodes; environment code that holds Python's lock stops it: move "
+                    "that into a process of its own, or raise rollout.runners"
+                )
+        return ended
 
     def _requeue(self, lost: list[EpisodeRequest]) -> None:
         self._num_retries += len(lost)
@@ -254,7 +327,8 @@ class RolloutManager:
                     f"episode {request.trajectory_id} lost its replica or runner {request.attempt + 1} times "
                     f"(rollout.max_episode_retries={limit}); see the logs in the run folder"
                 )
-        self._waiting += [replace(request, attempt=request.attempt + 1) for request in lost]
+        lost = sorted(lost, key=lambda request: request.group_id)
+        self._waiting.add(replace(request, attempt=request.attempt + 1) for request in lost)
 
     def _result(self) -> RolloutResult:
         groups = [
@@ -279,6 +353,16 @@ class RolloutManager:
         """End the runners."""
         for runner in self._runners:
             ray.kill(runner)
+
+
+def _packed(trajectory: Trajectory) -> bytes:
+    try:
+        return pickle.dumps(trajectory, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"episode {trajectory.trajectory_id} cannot leave its runner: {error}; let environments and tools put only "
+            "numbers, text and arrays into messages, rewards and `info`"
+        ) from error
 
 
 def _trajectory(

@@ -1,13 +1,13 @@
-"""The fleet: replicas, who serves which episode, health, and the weights' way in.
+"""The fleet: replicas, their health, and the weights' way in.
 
-    FleetClient (in every runner) --generate--> replica 0..N-1 (ReplicaEngine actors)
-    SyncClient  (rank 0)          --begin, buckets, commit--> all replicas at once
+    FleetClient     (in every runner) --requests over TCP--> replica 0..N-1 (ReplicaEngine actors)
+    Fleet           (rank 0)          --start, version-----> each replica; waits, with time-outs, for Ray's answers
+    FleetSyncClient (rank 0)          --begin, buckets, commit--> all replicas at once
 
 Replicas are Ray actors with fixed names, so a client finds a restarted one under the name of the dead one. A restarted
 replica refuses to serve until the next `commit`: `needs_weights` says that it waits.
 """
 
-import asyncio
 import time
 import uuid
 import zlib
@@ -15,78 +15,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatron_agent.config import ExperimentConfig
 from megatron_agent.config_layout import log_folder, runs_on_gpus, sync_backend
-from megatron_agent.errors import FleetError, MegatronAgentError, WeightSyncError
-from megatron_agent.generation import Completion, SamplingParams
+from megatron_agent.errors import FleetError, WeightSyncError
+from rollout.client import FleetClient
 from rollout.engine import NO_WEIGHTS, ReplicaEngine
 
 HEALTH_TIMEOUT_S = 30.0
 SHUTDOWN_TIMEOUT_S = 5.0
-
-
-class ReplicaDiedError(RuntimeError):
-    """The replica of an episode is gone; the episode can be played again on another one."""
-
-
-class FleetClient:
-    """Generates on the fleet (a GenerateFn). Picklable; each process routes its own sessions.
-
-    A session stays on one replica, so that its prefix stays cached; a new one goes where this process has the
-    fewest.
-    """
-
-    def __init__(self, names: Sequence[str], *, timeout_s: float) -> None:
-        self._names = list(names)
-        self._timeout_s = timeout_s
-        self._handles: dict[str, Any] = {}
-        self._replica_of: dict[str, str] = {}
-        self._sessions = dict.fromkeys(names, 0)
-
-    async def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Completion:
-        """Raises ReplicaDiedError where the replica is gone, FleetError after rollout.generate_timeout_s."""
-        name = self._replica_of.get(session_id) or self._assign(session_id)
-        reference = None
-        try:
-            reference = self._handle(name).generate.remote(prompt_ids, params)
-            return await asyncio.wait_for(reference, self._timeout_s)
-        except asyncio.CancelledError:  # the episode ran out of time: the engine need not finish what nobody reads
-            if reference is not None:
-                ray.cancel(reference)
-            raise
-        except RayActorError as error:
-            self._handles.pop(name, None)
-            raise ReplicaDiedError(f"{name} died: {error}") from error
-        except RayTaskError as error:
-            if isinstance(error, MegatronAgentError):
-                raise
-            raise FleetError(f"{name} failed: {last_line(error)}; see its log in the run folder") from error
-        except TimeoutError as error:
-            raise FleetError(
-                f"{name} gave no completion within rollout.generate_timeout_s={self._timeout_s:g}; "
-                "raise it, or lower agent.max_response_tokens or rollout.max_concurrent_episodes"
-            ) from error
-
-    def _handle(self, name: str) -> Any:
-        if name not in self._handles:
-            try:
-                self._handles[name] = ray.get_actor(name)
-            except ValueError as error:
-                raise ReplicaDiedError(f"there is no {name} at the moment") from error
-        return self._handles[name]
-
-    def forget(self, session_id: str) -> None:
-        """The session is over."""
-        if (name := self._replica_of.pop(session_id, None)) is not None:
-            self._sessions[name] -= 1
-
-    def _assign(self, session_id: str) -> str:
-        name = min(self._names, key=self._sessions.__getitem__)
-        self._replica_of[session_id] = name
-        self._sessions[name] += 1
-        return name
+MAX_CALLS = 64
+"""Ray calls that a replica takes at once: rank 0's, and each runner's question for its endpoint."""
 
 
 class Fleet:
@@ -117,9 +57,7 @@ class Fleet:
         self._num_starts += 1
         seed = zlib.crc32(f"{self._config.run.seed}/{self._start_name}/{self._num_starts}".encode())
         gpus = 0 if self._on_cpu else self._config.rollout.tensor_parallel
-        actor = ray.remote(ReplicaEngine).options(
-            name=name, num_cpus=0, num_gpus=gpus, max_concurrency=self._config.rollout.max_concurrent_episodes + 8
-        )
+        actor = ray.remote(ReplicaEngine).options(name=name, num_cpus=0, num_gpus=gpus, max_concurrency=MAX_CALLS)
         return actor.remote(
             self._config, seed=seed, on_cpu=self._on_cpu, backend=self._backend, log_path=str(log_path.absolute())
         )

@@ -9,7 +9,8 @@ from megatron_agent.config import ExperimentConfig
 from megatron_agent.data import Row, parse_row
 from megatron_agent.generation import Completion, SamplingParams
 from megatron_agent.model_folders.tiny_qwen3 import make_tokenizer
-from rollout.episodes import EpisodeRequest, EpisodeRunner
+from rollout.dispatch import EpisodeRequest
+from rollout.episodes import EpisodeRunner
 from trajectory.steps import Trajectory
 
 END = "<|im_end|>"
@@ -38,14 +39,20 @@ class ScriptedModel:
         self.prompts: list[list[int]] = []
         self.params: list[SamplingParams] = []
         self.forgotten: list[str] = []
+        self.placed: dict[str, int] = {}
+        self.asked_by = ""
 
     async def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Completion:
         await asyncio.sleep(0)
         self.prompts.append(list(prompt_ids))
         self.params.append(params)
+        self.asked_by = session_id
         number = self._asked[session_id] = self._asked.get(session_id, 0) + 1
         reply = self._replies[number - 1]
         return completion(reply, params.max_tokens) if isinstance(reply, str) else reply()
+
+    def place(self, session_id: str, replica: int) -> None:
+        self.placed[session_id] = replica
 
     def forget(self, session_id: str) -> None:
         self.forgotten.append(session_id)

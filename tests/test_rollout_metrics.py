@@ -54,7 +54,8 @@ def test_numbers_of_one_group():
             "equal_return_groups_frac": 0,
             "staleness_mean": 1 / 3,
             "staleness_max": 1,
-            "prefix_cached_frac": 0.4,
+            "prefix_cache_hit_frac": 0.4,
+            "prefix_cache_ideal_frac": 0,
             "ended_max_steps_frac": 0.5,
             "ended_terminated_frac": 0.5,
             "context_first": 2,
@@ -95,3 +96,30 @@ def test_no_episodes_and_only_failures():
     metrics = rollout_metrics([make_group(make_trajectory(status=TrajectoryStatus.ENV_FAILED))], step=1)
     assert metrics["env_failed_frac"] == 1
     assert metrics["return_mean"] == metrics["response_tokens"] == 0
+
+
+def test_what_the_prefix_cache_had_and_could_have_had():
+    """Blocks of 4. First prompts of 9 tokens: two blocks, for all members but the first. The second prompts follow
+    9 + 2 tokens, two blocks; the third, which a fork made shorter than 11 + 3 + 2, could have had all but its last."""
+    block = {"cache_block_tokens": 4}
+    first, second = list(range(9)), list(range(14))
+
+    def member(*cached):
+        infos = [block | {"num_cached_tokens": number} for number in cached]
+        return make_trajectory(
+            make_step(first, [1, 2], info=infos[0]),
+            make_step(second, [1, 2, 3], info=infos[1], context_change=ContextChange.CLEAN),
+            make_step(list(range(13)), [1], info=infos[2], context_change=ContextChange.FORK),
+        )
+
+    metrics = rollout_metrics([make_group(member(0, 8, 0), member(8, 8, 4), member(8, 8, 4))], step=1)
+    prompt_tokens = 3 * (9 + 14 + 13)
+    assert metrics["prompt_tokens"] == prompt_tokens
+    assert metrics["prefix_cache_hit_frac"] == pytest.approx(48 / prompt_tokens)
+    assert metrics["prefix_cache_ideal_frac"] == pytest.approx((2 * 8 + 3 * 8 + 3 * 12) / prompt_tokens)
+
+
+def test_a_prompt_of_whole_blocks_computes_its_last_one():
+    step = make_step(list(range(8)), [1], info={"cache_block_tokens": 4})
+    metrics = rollout_metrics([make_group(make_trajectory(step), make_trajectory(step))], step=1)
+    assert metrics["prefix_cache_ideal_frac"] == pytest.approx(4 / 16)

@@ -8,7 +8,7 @@ import numpy as np
 from megatron_agent.config import AgentConfig
 from megatron_agent.data import Row
 from megatron_agent.envs.base import Action, AgentEnv, EnvStep, environment_class
-from megatron_agent.flows.base import AgentFlowBase, EpisodeEnd, FlowContext, Message, response_arrays
+from megatron_agent.flows.base import AgentFlowBase, EpisodeEnd, FlowContext, Message, cache_counters, response_arrays
 from trajectory.steps import ContextChange, Step, StopReason
 
 
@@ -78,7 +78,7 @@ class AgentEnvLoop(AgentFlowBase):
                     info={
                         **outcome.info,
                         "cut_off": int(cut_off),
-                        "num_cached_tokens": completion.num_cached_tokens,
+                        **cache_counters(completion),
                     },
                 )
             )

@@ -134,3 +134,11 @@ def response_arrays(completion: Completion) -> ResponseArrays:
         "rollout_logprobs": np.asarray(completion.logprobs, dtype=np.float32),
         "response_mask": np.ones(len(completion.token_ids), dtype=bool),
     }
+
+
+def cache_counters(completion: Completion) -> dict[str, int]:
+    """What a Step's `info` keeps about the engine's prefix cache, for the metrics."""
+    return {
+        "num_cached_tokens": completion.num_cached_tokens,
+        "cache_block_tokens": completion.cache_block_tokens,
+    }

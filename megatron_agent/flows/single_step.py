@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_agent.data import Row
 from megatron_agent.flows.agent_env_loop import with_system_prompt
-from megatron_agent.flows.base import AgentFlowBase, EpisodeEnd, FlowContext, response_arrays
+from megatron_agent.flows.base import AgentFlowBase, EpisodeEnd, FlowContext, cache_counters, response_arrays
 from trajectory.steps import Step, StopReason
 
 
@@ -30,7 +30,7 @@ class SingleStep(AgentFlowBase):
                 truncated=cut_off,
                 stop_reason=StopReason.RESPONSE_LENGTH if cut_off else StopReason.TERMINATED,
                 next_observation=[],
-                info={"cut_off": int(cut_off), "num_cached_tokens": completion.num_cached_tokens},
+                info={"cut_off": int(cut_off), **cache_counters(completion)},
             )
         )
         return EpisodeEnd()

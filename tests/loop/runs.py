@@ -43,7 +43,8 @@ def start(command: str, *arguments: str | Path) -> subprocess.Popen:
     return subprocess.Popen(
         [*COMMAND, command, *map(str, arguments)],
         cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])},
+        # The repository too, so that a checkout tests itself and not the one that is installed.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), str(REPOSITORY)))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

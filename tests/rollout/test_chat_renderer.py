@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scripted_model import END, TOKENIZER, ids_of, text_of
 
+import rollout.chat_renderer
 from megatron_agent.errors import ModelFolderError
 from megatron_agent.model_folders.tiny_qwen3 import CHAT_TEMPLATE, build
 from megatron_agent.tools.calculator import Calculator
@@ -250,3 +251,28 @@ def test_a_tokenizer_without_template_is_refused(folder, tmp_path):
     (copy / "chat_template.jinja").unlink()
     with pytest.raises(ModelFolderError, match="the tokenizer has no chat template"):
         TemplateRenderer(copy, HermesFormat())
+
+
+def test_what_was_rendered_before_is_used_only_where_nothing_changed(renderer):
+    chat = renderer()
+    message = {"role": "user", "content": "go"}
+    before = chat.render([message])
+    before.append(-1)  # a caller may change what it got
+    assert chat.render([message]) == whole([message])
+    message["content"] = "stay"
+    assert chat.render([message]) == whole([message])
+    assert chat.render([{"role": "system", "content": "stay"}]) == whole([{"role": "system", "content": "stay"}])
+    schema = Calculator().schema()
+    with_tools = chat.render([USER], [schema])
+    assert with_tools != chat.render([USER])
+    assert with_tools == chat.render([USER], [dict(schema)])
+    assert chat.render([USER], [schema | {"more": 1}]) != with_tools
+
+
+def test_only_the_latest_conversations_are_kept(renderer, monkeypatch):
+    monkeypatch.setattr(rollout.chat_renderer, "MAX_KNOWN_CHARACTERS", 2000)
+    chat = renderer()
+    for number in range(100):
+        chat.render([{"role": "user", "content": f"go {number}"}])
+    assert sum(len(text) for text, _ in chat._known.values()) == chat._known_characters <= 2000
+    assert chat.render([{"role": "user", "content": "go 0"}]) == whole([{"role": "user", "content": "go 0"}])

@@ -1,9 +1,11 @@
 """Episodes that go wrong: each failure stays in its own episode, and says what and where."""
 
 import asyncio
+import pickle
 import sqlite3
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from scripted_model import END, ScriptedModel, completion, make_config, make_request, make_row, play
@@ -11,10 +13,10 @@ from scripted_model import END, ScriptedModel, completion, make_config, make_req
 import megatron_agent.rewards
 from megatron_agent.batching import BatchBuilder
 from megatron_agent.envs.base import Action, AgentEnv, EnvStep, Observation
-from megatron_agent.errors import ConfigError, FleetError
+from megatron_agent.errors import ConfigError, DataError, FleetError
 from megatron_agent.model_folders.tiny_qwen3 import build
+from rollout.client import ReplicaDiedError
 from rollout.episodes import EpisodeRunner
-from rollout.fleet import ReplicaDiedError
 from trajectory.steps import StopReason, TrajectoryGroup, TrajectoryStatus
 
 GATE = threading.Event()
@@ -77,6 +79,13 @@ class AsyncTroubled(Troubled):
             return Observation(messages=[{"role": "user", "content": "at a1"}])
 
         return later()
+
+
+class Unsendable(Troubled):
+    """Leaves something in `info` that no process can send to another."""
+
+    def step(self, action: Action) -> EnvStep:
+        return replace(super().step(action), info={"lock": threading.Lock()})
 
 
 @pytest.fixture(scope="module")
@@ -312,3 +321,63 @@ def test_a_dead_replica_hands_the_episode_back(folder):
 def test_wrong_names_stop_the_run(folder, wrong):
     with pytest.raises(ConfigError, match="did you mean"):
         run(folder, make_row([]), "goal" + END, agent={"env": "frozen_lake", "max_steps": 1, **wrong})
+
+
+async def _all_of(runner: EpisodeRunner, count: int) -> dict[str, bytes | None]:
+    ended: dict[str, bytes | None] = {}
+    deadline = time.monotonic() + 20
+    while len(ended) < count:
+        assert time.monotonic() < deadline
+        ended |= dict(await runner.finished(5))
+    return ended
+
+
+def test_a_batch_of_episodes_comes_back_as_each_ends(folder):
+    def dead():
+        raise ReplicaDiedError("replica-1 died")
+
+    config = make(folder, step_timeout_s=10)
+    model = ScriptedModel(lambda: dead() if "b" in model.asked_by else completion("goal" + END))
+
+    async def play_all():
+        runner = EpisodeRunner(config, model)  # pyright: ignore[reportArgumentType]
+        assert await runner.finished(0.05) == []
+        slow = make_request(trouble_row(step_1="hang"), "slow")
+        await runner.take([slow, *(make_request(trouble_row(), name) for name in ("a", "b"))])
+        first = await _all_of(runner, 2)
+        assert first["b"] is None
+        assert pickle.loads(first["a"] or b"").steps[0].response_text == "goal"
+        GATE.set()
+        (name, packed), *others = await runner.finished(5)
+        assert (name, others) == ("slow", [])
+        assert pickle.loads(packed or b"").status is TrajectoryStatus.OK
+
+    asyncio.run(play_all())
+
+
+def test_an_episode_goes_to_the_replica_that_was_named(folder):
+    model = ScriptedModel("goal" + END)
+    runner = EpisodeRunner(make(folder), model)  # pyright: ignore[reportArgumentType]
+    asyncio.run(runner.play(replace(make_request(trouble_row()), replica=3)))
+    assert model.placed == {"episode": 3}
+
+
+def test_a_failure_of_the_system_reaches_the_manager(folder):
+    async def play_all():
+        model = ScriptedModel(lambda: completion("right" + END, logprobs=[-0.1]))
+        runner = EpisodeRunner(make(folder), model)  # pyright: ignore[reportArgumentType]
+        await runner.take([make_request(trouble_row())])
+        with pytest.raises(FleetError, match="the engine returned 2 ids but 1 log-probs"):
+            await runner.finished(10)
+
+    asyncio.run(play_all())
+
+
+def test_what_cannot_be_sent_is_named(folder):
+    async def play_all():
+        runner = EpisodeRunner(make(folder, env="Unsendable"), ScriptedModel("goal" + END))  # pyright: ignore[reportArgumentType]
+        await runner.take([make_request(trouble_row(), "e1")])
+        with pytest.raises(DataError, match=r"episode e1 cannot leave its runner: .*only numbers, text and arrays"):
+            await runner.finished(10)
+
+    asyncio.run(play_all())

@@ -1,6 +1,6 @@
 """Claim: step-level estimators need fewer training steps than trajectory-level ones where credit is the problem.
 
-    python benchmarks/bench_credit.py [--experiment yaml_configs/decisive_step.yaml] [--estimators grpo gae_step ...]
+    python benchmarks/credit.py [--experiment yaml_configs/decisive_step.yaml] [--estimators grpo gae_step ...]
                                       [--seeds 0 1 2] [--threshold 0.9] [--max-steps 60]
 
 Runs the experiment for each estimator and seed, each run alone on the machine, and notes the first training step at
