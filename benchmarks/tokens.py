@@ -18,7 +18,8 @@ The value is the largest quotient of ours and the bound. Prints a table, and one
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,32 +29,38 @@ from trajectory.samples import merge_steps
 from trajectory.steps import ContextChange, Step, Trajectory
 
 GOAL = 1.05
-PROMPT, ACTION, OBSERVATION = (200, 800), (20, 200), (20, 300)
+LENGTHS = {"prompt": (200, 800), "action": (20, 200), "observation": (20, 300), "vocabulary": 50_000}
 KINDS = ("append", "rewrite", "branch")
 PAIR_COST = 1e-4
 
 
 def made_up_groups(
-    kind: str, *, num_groups: int, group_size: int, num_steps: int, seed: int = 0
+    kind: str,
+    *,
+    num_groups: int,
+    group_size: int,
+    num_steps: int,
+    seed: int = 0,
+    lengths: dict[str, Any] = LENGTHS,
 ) -> Iterator[list[Trajectory]]:
-    """Groups of episodes that begin with the same prompt."""
+    """Groups of episodes that begin with the same prompt; `lengths` as in LENGTHS, [least, most)."""
     rng = np.random.default_rng(seed)
+
+    def tokens(what: str) -> np.ndarray:
+        return rng.integers(0, lengths["vocabulary"], rng.integers(*lengths[what])).astype(np.int32)
+
     for group in range(num_groups):
-        prompt = _tokens(rng, PROMPT)
-        played = [tuple(_steps(rng, kind, prompt, num_steps)) for _ in range(group_size)]
+        prompt = tokens("prompt")
+        played = [tuple(_steps(tokens, kind, prompt, num_steps)) for _ in range(group_size)]
         yield [
             Trajectory(trajectory_id=f"{group}-{member}", group_id=str(group), steps=steps)
             for member, steps in enumerate(played)
         ]
 
 
-def _tokens(rng: np.random.Generator, bounds: tuple[int, int]) -> np.ndarray:
-    return rng.integers(0, 50_000, rng.integers(*bounds)).astype(np.int32)
-
-
-def _steps(rng: np.random.Generator, kind: str, prompt: np.ndarray, num_steps: int) -> Iterator[Step]:
+def _steps(tokens: Callable[[str], np.ndarray], kind: str, prompt: np.ndarray, num_steps: int) -> Iterator[Step]:
     for number in range(num_steps):
-        action = _tokens(rng, ACTION)
+        action = tokens("action")
         yield Step(
             prompt_ids=prompt,
             response_ids=action,
@@ -65,7 +72,7 @@ def _steps(rng: np.random.Generator, kind: str, prompt: np.ndarray, num_steps: i
         if kind == "branch" and number % 3 == 1:
             continue  # the next action is another one in the same place
         kept = action[len(action) // 2 :] if kind == "rewrite" and number % 3 == 2 else action
-        prompt = np.concatenate([prompt, kept, _tokens(rng, OBSERVATION)])
+        prompt = np.concatenate([prompt, kept, tokens("observation")])
 
 
 def padded_tokens(lengths: Sequence[int], tokens_per_row: int) -> int:

@@ -136,7 +136,7 @@ class _LogProbEntropy(torch.autograd.Function):
         if not vocab.num_real:
             return grad_logits, None, None, None, None
         tokens, candidates = _LocalTokens(*saved[:3]), _LocalTokens(*saved[3:])
-        has_entropy_grad = bool(grad_entropy.any())
+        has_entropy_grad, has_candidates = bool(grad_entropy.any()), grad_candidates.numel() > 0
         total = grad_candidates.sum(dim=1).index_add(0, tokens.rows, grad_logprobs)
         used = torch.zeros_like(total, dtype=torch.bool).index_fill(0, tokens.rows, True)
         at_tokens = torch.where(tokens.is_local, grad_logprobs, 0.0)[order]
@@ -153,7 +153,8 @@ class _LogProbEntropy(torch.autograd.Function):
                 grad = p.mul_(-total[part, None])
             own = slice(firsts[part.start], firsts[min(part.stop, len(logits))])
             grad.view(-1).index_add_(0, (rows[own] - part.start) * vocab.num_real + ids[own], at_tokens[own])
-            grad.scatter_add_(1, candidates.ids[part], at_candidates[part])
+            if has_candidates:
+                grad.scatter_add_(1, candidates.ids[part], at_candidates[part])
             if vocab.temperature != 1:
                 grad.div_(vocab.temperature)
             grad_logits[part, : vocab.num_real] = grad
