@@ -57,7 +57,7 @@ def test_a_critic_gives_the_same_credit_on_any_ranks(folder):
     alone = trained(folder, "alone", algorithm)
     split = trained(folder, "split", algorithm, pipeline=2, data=2)
     for one, four in zip(alone, split, strict=True):
-        layout = {"packed_rows", "packed_tokens", "padding_frac"}
+        layout = {"packed_rows", "packed_tokens", "padding_frac", "shared_frac", "rank_balance"}
         names = {name for name in one if not name.endswith(TIMES)} - layout
         assert {name: four[name] for name in names} == pytest.approx(
             {name: one[name] for name in names}, rel=2e-4, abs=1e-6

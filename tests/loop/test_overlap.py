@@ -49,7 +49,7 @@ def replay_config(folder: Path, own: Path, *, overlap: bool, **algorithm) -> Pat
 
 def without_times(run_folder: Path) -> list[dict[str, float]]:
     records = [record for record in metrics(run_folder) if record["step"] > 0]
-    sync = ("sync_bytes",)  # that of a step is the sync before it, or behind it
+    sync = ("sync_bytes", "sync_tensors_sent_frac")  # that of a step is the sync before it, or behind it
     return [
         {name: value for name, value in record.items() if not name.endswith(TIMES) and name not in sync}
         for record in records
