@@ -7,7 +7,7 @@ Runs the experiment for each estimator and seed, each run alone on the machine, 
 which the mean return of the episodes that were sampled in it, averaged over that step and the one before, reaches the
 threshold; then the run is ended. A run that does not get there within --max-steps counts as --max-steps + 1. Every
 estimator has the same model, environment, episodes per step, loss, and learning rate of the policy; what an estimator
-needs beside that (discount, critic) is below. All times are training steps, not seconds.
+needs beside that (discount, critic) is below, for each of the two experiments. All times are training steps, not seconds.
 
 The value is the best step-level estimator's mean over seeds as a share of the best trajectory-level one's. Prints a
 table, and one JSON object as the last line. Three minutes a run on two cores at most.
@@ -41,6 +41,16 @@ STEP_LEVEL = {
     "gae_token": ["algorithm.advantage={name: gae_token, lam: 0.7, whiten: true}", CRITIC],
     "gae_turn": ["algorithm.advantage={name: gae_turn, lam: 1.0, lam_step: 0.5, whiten: true}", CRITIC],
 }
+QUICKSTART_CRITIC = "algorithm.critic={lr: 3.0e-3, epochs: 2}"
+QUICKSTART = {
+    "gae_step": ["algorithm.advantage={name: gae_step, gamma: 0.95, lam: 0.9, whiten: true}", QUICKSTART_CRITIC],
+    "gae_token": ["algorithm.advantage={name: gae_token, gamma: 0.98, lam: 0.95, whiten: true}", QUICKSTART_CRITIC],
+    "gae_turn": [
+        "algorithm.advantage={name: gae_turn, lam: 0.95, gamma_step: 0.95, lam_step: 0.9, whiten: true}",
+        QUICKSTART_CRITIC,
+    ],
+}
+"""Those of the quickstart's recipes, where a walk that gets to the goal later is worth less."""
 ESTIMATORS = TRAJECTORY_LEVEL | STEP_LEVEL
 POLL_S = 0.5
 STOP_S = 60
@@ -96,13 +106,14 @@ def main() -> None:
     parser.add_argument("--threshold", type=float, default=0.9)
     parser.add_argument("--max-steps", type=int, default=60)
     options = parser.parse_args()
+    estimators = ESTIMATORS | (QUICKSTART if Path(options.experiment).stem == "quickstart" else {})
     found: dict[str, list[int]] = {}
     print(f"{'estimator':29s} {'level':10s} steps to a mean return of {options.threshold:g}", flush=True)
     for name in options.estimators:
         found[name] = []
         for seed in options.seeds:
             with tempfile.TemporaryDirectory() as folder:
-                overrides = [*ESTIMATORS[name], f"run.seed={seed}"]
+                overrides = [*estimators[name], f"run.seed={seed}"]
                 found[name].append(steps_to_threshold(options.experiment, overrides, options, Path(folder)))
         level = "step" if name in STEP_LEVEL else "trajectory"
         print(f"{name:29s} {level:10s} {found[name]}  mean {statistics.mean(found[name]):.1f}", flush=True)
