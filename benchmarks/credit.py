@@ -7,7 +7,7 @@ Runs the experiment for each estimator and seed, each run alone on the machine, 
 which the mean return of the episodes that were sampled in it, averaged over that step and the one before, reaches the
 threshold; then the run is ended. A run that does not get there within --max-steps counts as --max-steps + 1. Every
 estimator has the same model, environment, episodes per step, loss, and learning rate of the policy; what an estimator
-needs beside that (discount, critic) is below, for each of the two experiments. All times are training steps, not seconds.
+needs beside that (discount, critic) is below, for each of the two experiments. All times are training steps.
 
 The value is the best step-level estimator's mean over seeds as a share of the best trajectory-level one's. Prints a
 table, and one JSON object as the last line. Three minutes a run on two cores at most.

@@ -26,9 +26,9 @@ from trajectory.prefix_tree import subtree_ends
 
 # A batch takes in smaller nodes until more than this share of its query-key slots would be padding.
 _MAX_PADDING_FRAC = 0.2
-# Nodes behind others are cut after so many tokens: under a mask the half of a node's own square that is masked costs
-# as much as the other.
-_MAX_MASKED_QUERIES = 128
+# Under a mask the half of a node's own square that is masked costs as much as the other, and a mask has an element for
+# every pair: so many queries run at a time, and read only the keys up to their last one.
+_MASKED_QUERIES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class NodeBatch:
     """int64 [num_nodes * num_queries]: the row index that fills each slot; padding repeats the node's last token."""
     keys: torch.Tensor | None = None
     """int64 [num_nodes * num_keys], likewise; None: those of `queries`, and attention is causal."""
-    mask: torch.Tensor | None = None
-    """bool [num_nodes, 1, num_queries, num_keys]: what each query attends to; None where `keys` is."""
+    num_before: torch.Tensor | None = None
+    """int64 [num_nodes]: keys of the path before each node; None where `keys` is."""
 
     def to(self, device: torch.device) -> "NodeBatch":
-        moved = {name: getattr(self, name) for name in ("queries", "keys", "mask")}
+        moved = {name: getattr(self, name) for name in ("queries", "keys", "num_before")}
         return dataclasses.replace(self, **{name: x.to(device) for name, x in moved.items() if x is not None})
 
 
@@ -134,16 +134,18 @@ class _Node(NamedTuple):
 
 
 def _nodes(bounds: np.ndarray, parents: np.ndarray) -> list[_Node]:
-    """The row's nodes without empty ones, those behind others cut to _MAX_MASKED_QUERIES tokens."""
-    paths: list[np.ndarray] = []
+    """The row's nodes without empty ones."""
+    paths: dict[int, np.ndarray] = {-1: np.zeros(0, dtype=np.int64)}
     nodes: list[_Node] = []
-    for start, end, parent in zip(bounds[:-1].tolist(), bounds[1:].tolist(), parents.tolist(), strict=True):
-        ancestors = paths[parent] if parent >= 0 else np.zeros(0, dtype=np.int64)
-        path = np.concatenate([ancestors, np.arange(start, end)])
-        paths.append(path)
-        length = _MAX_MASKED_QUERIES if len(ancestors) else max(1, end - start)
-        for first in range(start, end, length):
-            nodes.append(_Node(first, min(first + length, end), path[: len(ancestors) + first - start]))
+    children = np.bincount(parents[parents >= 0], minlength=len(parents)).tolist()
+    for node, (start, end, parent) in enumerate(
+        zip(bounds[:-1].tolist(), bounds[1:].tolist(), parents.tolist(), strict=True)
+    ):
+        ancestors = paths[parent]
+        if children[node]:
+            paths[node] = np.concatenate([ancestors, np.arange(start, end)])
+        if end > start:
+            nodes.append(_Node(start, end, ancestors))
     return nodes
 
 
@@ -197,12 +199,9 @@ def _batch(members: list[_Node]) -> tuple[NodeBatch, np.ndarray]:
         before = len(node.ancestors)
         filled[:before] = node.ancestors
         filled[before:] = np.minimum(node.start + np.arange(num_keys - before), node.end - 1)
-    # A query sees its path up to itself: as many keys as stand before it, and one.
-    before = torch.tensor([len(node.ancestors) for node in members])
-    mask = torch.arange(num_keys) <= before[:, None, None] + torch.arange(num_queries)[:, None]
     batch = NodeBatch(
-        len(members), num_queries, num_keys,
-        queries=torch.from_numpy(queries), keys=torch.from_numpy(keys.ravel()), mask=mask[:, None],
+        len(members), num_queries, num_keys, queries=torch.from_numpy(queries), keys=torch.from_numpy(keys.ravel()),
+        num_before=torch.tensor([len(node.ancestors) for node in members]),
     )  # fmt: skip
     return batch, queries
 
@@ -261,16 +260,34 @@ class PackedAttention(torch.nn.Module):
         query = _slots(query, batch.queries, batch.first_token, batch.num_nodes, batch.num_queries)
         of_keys = batch.queries if batch.keys is None else batch.keys
         key, value = (_slots(x, of_keys, batch.first_token, batch.num_nodes, batch.num_keys) for x in (key, value))
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=batch.mask,
-            is_causal=batch.mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+        attend = functools.partial(
+            F.scaled_dot_product_attention, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
         )
+        if batch.num_before is None:
+            output = attend(query, key, value, is_causal=True)
+        else:
+            output = _attend_to_paths(attend, query, key, value, batch.num_before)
         return output.transpose(1, 2).reshape(batch.num_nodes * batch.num_queries, -1)
+
+
+def _attend_to_paths(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    num_before: torch.Tensor,
+) -> torch.Tensor:
+    """query [n, H, Q, D] of n nodes, key and value [n, G, K, D] of their paths, on which `num_before` [n] stand before
+    each node -> [n, H, Q, D]. A query sees its path up to itself: as many keys as stand before it, and one."""
+    outputs = []
+    most_before, slots = int(num_before.max()), torch.arange(key.shape[2], device=key.device)
+    for number, part in enumerate(query.split(_MASKED_QUERIES, dim=2)):
+        first = number * _MASKED_QUERIES
+        num_keys = min(key.shape[2], most_before + first + part.shape[2])
+        places = first + torch.arange(part.shape[2], device=key.device)
+        mask = slots[:num_keys] <= (num_before[:, None, None] + places[:, None])
+        outputs.append(attend(part, key[:, :, :num_keys], value[:, :, :num_keys], attn_mask=mask[:, None]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def _slots(

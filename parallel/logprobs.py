@@ -138,7 +138,8 @@ class _LogProbEntropy(torch.autograd.Function):
         tokens, candidates = _LocalTokens(*saved[:3]), _LocalTokens(*saved[3:])
         has_entropy_grad, has_candidates = bool(grad_entropy.any()), grad_candidates.numel() > 0
         total = grad_candidates.sum(dim=1).index_add(0, tokens.rows, grad_logprobs)
-        used = torch.zeros_like(total, dtype=torch.bool).index_fill(0, tokens.rows, True)
+        used = (total != 0) | (grad_entropy != 0) | (grad_candidates != 0).any(dim=1)
+        used = used.index_fill(0, tokens.rows[grad_logprobs != 0], True)
         at_tokens = torch.where(tokens.is_local, grad_logprobs, 0.0)[order]
         at_candidates = torch.where(candidates.is_local, grad_candidates, 0.0)
         rows, ids = tokens.rows[order], tokens.ids[order]
@@ -158,7 +159,7 @@ class _LogProbEntropy(torch.autograd.Function):
             if vocab.temperature != 1:
                 grad.div_(vocab.temperature)
             grad_logits[part, : vocab.num_real] = grad
-        if not used.all():  # in a row that nothing is read from, NaN times 0 would be NaN
+        if not used.all():  # in a row that no gradient comes to, NaN times 0 would be NaN
             grad_logits[~used] = 0.0
         return grad_logits, None, None, None, None
 
@@ -186,9 +187,10 @@ class _LocalTokens(NamedTuple):
             if vocab.temperature != 1:
                 values.div_(vocab.temperature)
             values.sub_(maximum[self.rows])
-        if group.size() > 1:
-            values = torch.where(self.is_local, values, 0.0)
-            dist.all_reduce(values, group=group)
+        if group.size() == 1:  # an id that is no token of this model is impossible, and not another token
+            return torch.where(self.is_local, values, -torch.inf)
+        values = torch.where(self.is_local, values, 0.0)
+        dist.all_reduce(values, group=group)
         return values
 
 

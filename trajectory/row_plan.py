@@ -16,9 +16,10 @@ import numpy as np
 from trajectory.prefix_tree import shared_prefix_length, sorted_order
 
 PIECE_SIZES = (1.0, 0.5, 0.25, 0.125)
-"""Largest pieces that are tried, as a share of the mean cost of a row."""
+"""Largest pieces that are tried, beside what their samples share, as a share of the mean cost of a row."""
 BALANCED_ENOUGH = 1.01
-"""No smaller pieces are tried once the busiest rank has at most this many times what the mean one has to do."""
+"""No smaller pieces are tried once the busiest rank has at most this many times its part of what is to be done when
+nothing is cut."""
 ROWS_PER_TRY = 50
 """Of so many rows one more is added where a plan does not fit: few tries, and at most 2% rows too many."""
 
@@ -94,8 +95,8 @@ def plan_rows(
     num_tokens, cost = sum(piece.num_tokens for piece in whole), sum(piece.cost for piece in whole)
     least_rows = _round_up(max(1, -(-num_tokens // tokens_per_row)), data_parallel_size)
     plans = []
-    # On one rank there is nothing to balance, so nothing is cut that fits.
-    for size in PIECE_SIZES if data_parallel_size > 1 else (np.inf,):
+    # First nothing is cut that fits; on one rank there is nothing to balance.
+    for size in (np.inf, *PIECE_SIZES) if data_parallel_size > 1 else (np.inf,):
         pieces = _pieces(forest, tokens_per_row, size * cost / least_rows)
         rows = _fill_rows(pieces, tokens_per_row=tokens_per_row, multiple=data_parallel_size)
         costs = [forest.of_row(row)[1] for row in rows]
@@ -106,7 +107,7 @@ def plan_rows(
                 costs=[[costs[index] for index in rank] for rank in ranks],
             )
         )
-        if plans[-1].balance <= BALANCED_ENOUGH:
+        if max(sum(costs) for costs in plans[-1].costs) <= BALANCED_ENOUGH * cost / data_parallel_size:
             break
     return min(plans, key=lambda plan: max(sum(costs) for costs in plan.costs))
 
@@ -128,7 +129,8 @@ def _forest(token_ids: Sequence[np.ndarray], families: Sequence[int] | np.ndarra
 
 
 def _pieces(forest: _Forest, tokens_per_row: int, largest_cost: float) -> list[_Piece]:
-    """Families cut so that no piece is above the budget or above `largest_cost`, unless it is one sample.
+    """Families cut so that no piece is above the budget, or above `largest_cost` beside what all its samples share,
+    unless it is one sample. What they share is computed again by every other piece, however small.
 
     A cut costs what the samples on its two sides share, so of the places that leave at least half a piece the one with
     least in common is taken: between two episodes rather than within one.
@@ -138,14 +140,17 @@ def _pieces(forest: _Forest, tokens_per_row: int, largest_cost: float) -> list[_
     lengths, shared = forest.lengths.tolist(), forest.shared.tolist()
     # Of the samples from `first` up to each place, that place included.
     first, tokens, costs = 0, [], []
-    place = 0
+    place, least_shared = 0, 0
     while place < len(lengths):
         if place == first:
-            tokens, costs = [lengths[place]], [whole_cost[place]]
+            tokens, costs, least_shared = [lengths[place]], [whole_cost[place]], place
             place += 1
             continue
         more_tokens, more_cost = lengths[place] - shared[place], whole_cost[place] - saved_cost[place]
-        if shared[place] and tokens[-1] + more_tokens <= tokens_per_row and costs[-1] + more_cost <= largest_cost:
+        if least_shared == first or shared[place] < shared[least_shared]:
+            least_shared = place
+        own_cost = costs[-1] + more_cost - saved_cost[least_shared]
+        if shared[place] and tokens[-1] + more_tokens <= tokens_per_row and own_cost <= largest_cost:
             tokens.append(tokens[-1] + more_tokens)
             costs.append(costs[-1] + more_cost)
             place += 1

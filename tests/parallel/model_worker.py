@@ -219,6 +219,11 @@ def logprobs(job: dict, out: Path) -> None:
     sum((w * v).sum() for w, v in zip(weights, values, strict=True)).backward()
     assert shard.grad is not None
     gradient = gather_vocabulary(shard.grad)
+    unused = own_shard(torch.full_like(inputs["logits"], float("nan"))).requires_grad_()
+    values_of_nan = token_logprobs(unused, inputs["rows"], inputs["token_ids"], **shape)
+    sum(torch.where(torch.tensor(False), v, 0.0).sum() for v in values_of_nan).backward()
+    assert unused.grad is not None
+    assert (unused.grad == 0).all(), "entries that are masked pass no NaN on"
     save(job, out, {"logprobs": values[0].detach(), "entropy": values[1].detach(), "gradient": gradient})
 
 

@@ -72,7 +72,7 @@ ROWS = {f"segments-{index}": row_of(lengths) for index, lengths in enumerate(LEN
     "prompt_and_answers": tree_row([20, 5, 6, 5, 30], [-1, 0, 0, 0, 0]),
     "branches_of_branches": tree_row([7, 3, 4, 9, 2, 8, 6, 5], [-1, 0, 1, 1, 0, -1, 5, -1]),
     "a_chain": tree_row([3, 4, 5, 6], [-1, 0, 1, 2]),
-    "long_nodes": tree_row([50, 300, 140, 10], [-1, 0, 1, 0]),
+    "long_nodes": tree_row([50, 600, 140, 10], [-1, 0, 1, 0]),
 }
 
 
@@ -156,6 +156,13 @@ def test_batches_hold_each_token_once_and_little_padding(name):
     assert real <= areas <= 1.25 * real
     if slot_of_token is not None:
         assert len(set(slot_of_token.tolist())) == num_tokens
+
+
+def test_long_nodes_behind_a_short_one_do_not_copy_their_keys_again_and_again():
+    """Two samples of 4,000 tokens that share one: a slot for each token and its path, and no more."""
+    batches, _ = tree_row([1, 4000, 4000], [-1, 0, 0]).plan
+    assert sum(batch.num_nodes * batch.num_keys for batch in batches) <= 1 + 2 * 4001
+    assert len(batches) == 2
 
 
 def test_many_short_segments_need_few_calls():
