@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from torch.utils.checkpoint import checkpoint
 
 from parallel.flex_attention import flex_attention, tree_block_mask
 from trajectory.prefix_tree import subtree_ends
@@ -251,9 +252,17 @@ class PackedAttention(torch.nn.Module):
         if query.is_cuda:
             return flex_attention(query, key, value, packed_seq_params.block_mask, scale=self.softmax_scale)
         batches, slot_of_token = packed_seq_params.plan
-        outputs = [self._attend(batch, query, key, value) for batch in batches]
+        outputs = [self._run(batch, query, key, value) for batch in batches]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output if slot_of_token is None else output.index_select(0, slot_of_token)
+
+    def _run(self, batch: NodeBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`_attend`, with paths that are long beside their nodes gathered again for the backward pass: kept, they would
+        be a copy of the prompt for each of its answers, in every layer."""
+        attend = functools.partial(self._attend, batch)
+        return (
+            _again(attend, query, key, value) if batch.num_keys > 2 * batch.num_queries else attend(query, key, value)
+        )
 
     def _attend(self, batch: NodeBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """One attention call -> [num_nodes * num_queries, H * D]."""
@@ -285,9 +294,23 @@ def _attend_to_paths(
         first = number * _MASKED_QUERIES
         num_keys = min(key.shape[2], most_before + first + part.shape[2])
         places = first + torch.arange(part.shape[2], device=key.device)
-        mask = slots[:num_keys] <= (num_before[:, None, None] + places[:, None])
-        outputs.append(attend(part, key[:, :, :num_keys], value[:, :, :num_keys], attn_mask=mask[:, None]))
+        last_key = num_before[:, None, None] + places[:, None]
+
+        def one_part(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last_key: torch.Tensor = last_key
+        ) -> torch.Tensor:
+            return attend(query, key, value, attn_mask=(slots[: key.shape[2]] <= last_key)[:, None])
+
+        is_only = part.shape[2] == query.shape[2]
+        run = one_part if is_only else functools.partial(_again, one_part)
+        outputs.append(run(part, key[:, :, :num_keys], value[:, :, :num_keys]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _again(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """function(*tensors), which keeps nothing for the backward pass but the tensors, and runs once more there. A mask
+    kept for every part of a long node would be memory by the square of its length."""
+    return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def _slots(
