@@ -327,8 +327,9 @@ def _token_index(row: PackedMicrobatch, first_token: np.ndarray) -> np.ndarray:
 
 
 def _packing_metrics(minibatches: Sequence[Minibatch], pair_cost: float) -> dict[str, float]:
-    """Counts of the policy's rows; `shared_frac` is the share of tokens that a prefix tree saved, `rank_balance` what
-    the busiest data rank has to do over the mean, in the worst minibatch."""
+    """Counts of the policy's rows; `sample_tokens` are those of the samples one by one, `shared_frac` is the share of
+    them that a prefix tree saved, `rank_balance` what the busiest data rank has to do over the mean, in the worst
+    minibatch."""
     rows = [row for minibatch in minibatches for shard in minibatch.per_data_rank for row in shard]
     num_packed, num_padding = sum(row.num_tokens for row in rows), sum(row.num_padding for row in rows)
     num_unshared = sum(row.num_unshared for row in rows)
@@ -338,8 +339,9 @@ def _packing_metrics(minibatches: Sequence[Minibatch], pair_cost: float) -> dict
         balances.append(max(costs) * len(costs) / max(1.0, sum(costs)))
     return {
         "packed_tokens": float(num_packed),
+        "sample_tokens": float(num_unshared),
         "packed_rows": float(len(rows)),
         "padding_frac": num_padding / max(1, num_packed),
-        "shared_frac": 1.0 - (num_packed - num_padding) / max(1, num_unshared),
+        "shared_frac": 1.0 - (num_packed - num_padding) / num_unshared if num_unshared else 0.0,
         "rank_balance": max(balances),
     }

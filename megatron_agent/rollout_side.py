@@ -140,7 +140,8 @@ class RolloutSide:
         metrics |= {name: value for name, value in (updates[0] if updates else {}).items() if "logprob_gap" in name}
         # What this step did not wait for: the time that its episodes were played while the step before was trained.
         hidden_s = max(0.0, result.seconds - seconds["rollout_s"]) if self.config.rollout.overlap else 0.0
-        trained = batch.metrics.get("packed_tokens", 0.0) * len(updates) / max(1, len(batch.minibatches))
+        # Before prefix sharing: what is saved is not trained slower.
+        trained = batch.metrics.get("sample_tokens", 0.0) * len(updates) / max(1, len(batch.minibatches))
         metrics |= {
             "num_updates": float(len(updates)),
             "episode_retries": float(result.num_retries),

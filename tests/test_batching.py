@@ -48,6 +48,16 @@ def test_the_denominator_counts_the_trained_tokens():
     assert batch.metrics["trained_tokens"] == 18
 
 
+def test_shared_tokens_are_counted_as_often_as_they_are_trained():
+    """Two episodes of 4 + 2 tokens with one prompt: 12 tokens, of which the model reads 8."""
+    pair = [make_trajectory(make_step([1, 2, 3, 4], [5 + n, 6], terminated=True), reward=n) for n in range(2)]
+    metrics = build([make_group(*pair)]).metrics
+    assert (metrics["sample_tokens"], metrics["packed_tokens"]) == (12, 8)
+    assert metrics["shared_frac"] == pytest.approx(1 / 3)
+    nothing = build([one_step_group(1, 1)]).metrics
+    assert nothing["sample_tokens"] == nothing["shared_frac"] == 0
+
+
 def test_token_and_trajectory_denominators():
     long = make_trajectory(make_step([1], range(6), terminated=True), reward=1)
     short = make_trajectory(make_step([1], range(2), terminated=True), reward=0)
