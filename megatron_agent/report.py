@@ -73,7 +73,8 @@ def render_last_step(records: Records) -> str:
         for name, value in sorted(last.items())
         if name not in ("step", "time")
     )
-    return f'<h2>Metrics of step {last["step"]}</h2><dl class="metrics">{cells}</dl>'
+    note = "docs/metrics.md of the repository says what each of them is."
+    return f'<h2>Metrics of step {last["step"]}</h2><p>{note}</p><dl class="metrics">{cells}</dl>'
 
 
 def render_episodes(path: Path, num_episodes: int) -> str:

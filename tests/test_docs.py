@@ -1,5 +1,6 @@
 """The documents: their code runs, their experiments pass, links and paths lead somewhere, what they show works."""
 
+import ast
 import importlib
 import json
 import math
@@ -24,6 +25,7 @@ from megatron_agent.data import load_rows, parse_row
 from megatron_agent.model_folders.tiny_qwen3 import build
 from parallel.losses.base import LossInputs
 from parallel.losses.registry import POLICY_LOSSES, policy_loss
+from trajectory import filters
 from trajectory.advantages.inputs import estimator_inputs
 from trajectory.advantages.registry import ESTIMATORS, NEEDS, compute_credit
 from trajectory.samples import merge_steps
@@ -36,6 +38,7 @@ FILE_NAME = re.compile(r"# ([\w.-]+\.(?:py|yaml))\n")
 LEADING_COMMENTS = re.compile(r"\A(?:#.*\n)+")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:megatron_agent|parallel|rollout|trajectory|launch|tests|yaml_configs|benchmarks)/[\w/.-]+)`")
+METRIC_ROW = re.compile(r"^\| ((?:`[a-z0-9_<>]+`(?:, )?)+) \| (.*)\|$", re.MULTILINE)
 REGISTRY = re.compile(r"`([A-Z_]{4,})` in `([\w/]+\.py)`")
 
 
@@ -269,3 +272,67 @@ def test_the_loss_weighs_what_is_near(folder: Path) -> None:
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-2.0, far, 0.0])
     assert sums["gate_mean"].item() == pytest.approx(1.0 + far)
+
+
+# metrics.md against the code that gives metrics their names.
+
+METRIC_FUNCTIONS = {
+    "megatron_agent/rollout_metrics.py": ["rollout_metrics"],
+    "megatron_agent/rollout_side.py": ["RolloutSide.step_metrics"],
+    "megatron_agent/batching.py": ["BatchBuilder.build", "advantage_metrics", "_packing_metrics"],
+    "megatron_agent/credit.py": ["CreditGiver.kl_metrics"],
+    "megatron_agent/metrics.py": ["PhaseClock.seconds"],
+    "parallel/train_step.py": ["PolicyTrainer._update", "_gap_terms"],
+    "parallel/critic.py": ["CriticTrainer.update", "_metrics"],
+    "parallel/weight_sender.py": ["WeightSender.send"],
+    "parallel/losses/metrics.py": ["batch_metrics"],
+    "parallel/losses/objective.py": ["rl_objective"],
+    "parallel/losses/correction.py": ["correction_weights", "_divergence"],
+} | {reference.partition(":")[0].replace(".", "/") + ".py": [""] for reference in POLICY_LOSSES.values()}
+"""Every function that names metrics; "" stands for all functions of the file."""
+NO_METRICS = {"num_sequences", "correction_weight_square"}
+"""Sums that batch_metrics turns into others."""
+
+
+def named_metrics(file: str, functions: list[str]) -> Iterator[str]:
+    """The names that functions give as keys of a dict; what is only known when they run is `<>` in it."""
+    tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
+    found = {
+        f"{outer.name}.{node.name}" if isinstance(outer, ast.ClassDef) else node.name: node
+        for outer in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+        for node in outer.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for name in found if functions == [""] else functions:
+        for node in ast.walk(found[name]):
+            keys: list[ast.expr | None] = []
+            if isinstance(node, ast.Dict):
+                keys = [*node.keys]
+            elif isinstance(node, ast.DictComp):
+                keys = [node.key]
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                keys = [node.slice]
+            elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
+                keys = [*node.iter.elts]
+            for key in keys:
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield key.value
+                elif isinstance(key, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "<>" for part in key.values]
+                    yield "".join(str(part) for part in parts)
+
+
+def test_the_metrics_page_has_every_metric_and_no_other() -> None:
+    page = (REPOSITORY / "docs/metrics.md").read_text(encoding="utf-8")
+    rows = {name: told for names, told in METRIC_ROW.findall(page) for name in re.findall(r"`(.+?)`", names)}
+    named = {name for file, functions in METRIC_FUNCTIONS.items() for name in named_metrics(file, functions)}
+    loop = (REPOSITORY / "megatron_agent/train.py").read_text(encoding="utf-8")
+    named |= {f"{phase}_s" for phase in re.findall(r'with clock\("(\w+)"\)', loop)}
+    assert {re.sub("<.+?>", "<>", name) for name in rows} == named - NO_METRICS - {"<>_s"}
+    reasons = [value for name, value in vars(filters).items() if name.isupper() and isinstance(value, str)]
+    for row, words in (
+        ("ended_<reason>_frac", [reason.value for reason in StopReason]),
+        ("context_<change>", [change.value for change in ContextChange]),
+        ("dropped_<reason>", reasons),
+    ):
+        assert all(f"`{word}`" in rows[row] for word in words), row
