@@ -10,7 +10,7 @@ from megatron_agent.config import ExperimentConfig
 from megatron_agent.errors import ConfigError
 from parallel.losses.kl import KL_ESTIMATORS
 from trajectory.advantages.inputs import Credit, EstimatorInputs
-from trajectory.advantages.registry import NEEDS, compute_credit
+from trajectory.advantages.registry import NEEDS, EstimatorOutputError, compute_credit
 from trajectory.advantages.shaping import RunningReturns, finish_advantages, normalise_rewards, overlong_penalties
 
 TokenScores = dict[str, torch.Tensor]
@@ -54,10 +54,14 @@ class CreditGiver:
         return normalise_rewards(inputs, options.normalise, running=self._running)
 
     def give(self, inputs: EstimatorInputs) -> Credit:
-        """The credit of every trained token; `inputs` hold the scores that it needs."""
+        """The credit of every trained token; `inputs` hold the scores that it needs. Raises ConfigError where what the
+        estimator returns cannot be used; what its own code raises is not caught."""
         options = self._config.algorithm.advantage
         inputs = self._with_kl_penalties(inputs)
-        credit = compute_credit(options.name, inputs, options.options())
+        try:
+            credit = compute_credit(options.name, inputs, options.options())
+        except EstimatorOutputError as error:
+            raise ConfigError(f"algorithm.advantage.name: {error}") from None
         if self._config.algorithm.critic and credit.value_targets is None:
             raise ConfigError(
                 f"algorithm.advantage.name {options.name} gives no value_targets, so algorithm.critic would never "

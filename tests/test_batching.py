@@ -10,6 +10,7 @@ from made_records import make_group, make_step, make_trajectory, one_step_group
 
 from megatron_agent.batching import BatchBuilder
 from megatron_agent.config import ExperimentConfig
+from megatron_agent.errors import ConfigError
 from trajectory.steps import ContextChange, TrajectoryStatus
 
 
@@ -46,6 +47,13 @@ def test_the_denominator_counts_the_trained_tokens():
     assert minibatch.denominator == 18
     assert sum(int(row.loss_mask.sum()) for row in rows(minibatch)) == 18
     assert batch.metrics["trained_tokens"] == 18
+
+
+def test_an_estimator_that_gives_nan_ends_the_run_with_a_remedy(tmp_path, monkeypatch):
+    (tmp_path / "nan_credit.py").write_text("def credit(inputs):\n    return inputs.step_rewards * float('nan')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"^algorithm\.advantage\.name: .*'nan_credit:credit' gave .* not finite"):
+        build([one_step_group(1, 0)], advantage={"name": "nan_credit:credit"})
 
 
 def test_shared_tokens_are_counted_as_often_as_they_are_trained():

@@ -7,7 +7,7 @@ import pytest
 from made_records import make_group, make_step, make_trajectory, one_step_group
 
 from trajectory.advantages.inputs import Credit, estimator_inputs
-from trajectory.advantages.registry import ESTIMATORS, NEEDS, compute_credit
+from trajectory.advantages.registry import ESTIMATORS, NEEDS, EstimatorOutputError, compute_credit
 from trajectory.steps import ContextChange
 
 
@@ -160,3 +160,37 @@ def test_credit_has_one_entry_for_each_trained_token(own_estimator):
     name = own_estimator("from trajectory.advantages.inputs import Credit; return Credit(advantages=np.zeros(3))")
     with pytest.raises(ValueError, match=r"advantages of shape \(3,\); there is one per trained token \(7\)"):
         compute_credit(name, won_and_lost(), {})
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "return np.array([0, 0, np.nan, np.inf])",
+            "advantages that are not finite: 2 of 4, one per step; the first is nan, in step 2 of episode 0 of the",
+        ),
+        (
+            "from trajectory.advantages.inputs import Credit; "
+            "return Credit(advantages=np.where(np.arange(7) == 4, -np.inf, 0.0))",
+            "advantages that are not finite: 1 of 7, one per trained token; the first is -inf, in step 2 of episode 0",
+        ),
+        (
+            "from trajectory.advantages.inputs import Credit; a = np.zeros(7); "
+            "return Credit(advantages=a, value_targets=np.where(np.arange(7) == 4, np.nan, a))",
+            "value_targets that are not finite: 1 of 7, one per trained token; the first is nan, in step 2 of",
+        ),
+    ],
+)
+def test_credit_is_finite(own_estimator, body, said):
+    """The tokens 3 to 5 are those of the third step of the first episode."""
+    name = own_estimator(body)
+    with pytest.raises(EstimatorOutputError, match=f"estimator '{name}' gave {said}"):
+        compute_credit(name, won_and_lost(), {})
+
+
+def test_targets_that_no_critic_learns_may_be_anything(own_estimator):
+    name = own_estimator(
+        "from trajectory.advantages.inputs import Credit; a = np.zeros(7); "
+        "return Credit(advantages=a, value_targets=a + np.nan, value_mask=a > 0)"
+    )
+    assert not compute_credit(name, won_and_lost(), {}).advantages.any()

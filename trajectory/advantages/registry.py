@@ -40,10 +40,15 @@ NEEDS: dict[str, str] = {
 log-probs; `greedy`, a greedy episode of each prompt. One that is not here needs nothing."""
 
 
+class EstimatorOutputError(ValueError):
+    """What an estimator returned does not fit the inputs or is not finite; names the estimator and the remedy."""
+
+
 def compute_credit(name: str, inputs: EstimatorInputs, options: dict[str, Any]) -> Credit:
     """The credit of every trained token by the estimator `name`, or by one's own `package.module:function`.
 
-    Raises ValueError where there is no such estimator, and where what it returns does not fit the inputs.
+    Raises ValueError where there is no such estimator, and EstimatorOutputError where what it returns does not fit the
+    inputs or is not finite.
     """
     if name not in ESTIMATORS and ":" not in name:
         raise ValueError(f"unknown advantage estimator {name!r}; known: {', '.join(sorted(ESTIMATORS))}")
@@ -53,16 +58,42 @@ def compute_credit(name: str, inputs: EstimatorInputs, options: dict[str, Any]) 
     if not isinstance(credit, Credit):
         of_steps = np.asarray(credit, dtype=np.float64)
         if of_steps.shape != inputs.step_rewards.shape:
-            raise ValueError(
+            raise EstimatorOutputError(
                 f"the estimator {name!r} gave an array of shape {of_steps.shape}; an array has one advantage per step "
                 f"({len(inputs.step_rewards)}), and those of single tokens are given as Credit(advantages=...)"
             )
+        _require_finite(name, "advantages", of_steps, per="step", of_unit=np.arange(len(of_steps)), inputs=inputs)
         credit = Credit(advantages=inputs.on_tokens(of_steps))
     for field in ("advantages", "value_targets", "value_mask"):
         values = getattr(credit, field)
-        if values is not None and values.shape != (inputs.num_tokens,):
-            raise ValueError(
-                f"the estimator {name!r} gave {field} of shape {values.shape}; there is one per trained token "
+        if values is not None and np.shape(values) != (inputs.num_tokens,):
+            raise EstimatorOutputError(
+                f"the estimator {name!r} gave {field} of shape {np.shape(values)}; there is one per trained token "
                 f"({inputs.num_tokens})"
             )
+    of_token = inputs.token_step()
+    _require_finite(name, "advantages", credit.advantages, per="trained token", of_unit=of_token, inputs=inputs)
+    if credit.value_targets is not None:
+        # What the mask leaves out is not read.
+        read = (
+            credit.value_targets if credit.value_mask is None else np.where(credit.value_mask, credit.value_targets, 0)
+        )
+        _require_finite(name, "value_targets", read, per="trained token", of_unit=of_token, inputs=inputs)
     return credit
+
+
+def _require_finite(
+    name: str, field: str, values: np.ndarray, *, per: str, of_unit: np.ndarray, inputs: EstimatorInputs
+) -> None:
+    """`of_unit` is the step that each value belongs to."""
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if not len(wrong):
+        return
+    step = int(of_unit[wrong[0]])
+    episode = int(inputs.step_trajectory[step])
+    number = step - int(np.searchsorted(inputs.step_trajectory, episode))
+    raise EstimatorOutputError(
+        f"the estimator {name!r} gave {field} that are not finite: {len(wrong)} of {len(values)}, one per {per}; the "
+        f"first is {values[wrong[0]]}, in step {number} of episode {episode} of the batch (both from 0). Look for a "
+        "division by 0 or a logarithm of 0, as where a group's returns are all equal, and give 0 there"
+    )
