@@ -9,6 +9,9 @@ from typing import Any
 
 from megatron_agent.errors import did_you_mean
 
+LITERALS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp)
+"""Expressions whose value nobody can call."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
@@ -41,7 +44,8 @@ def _text(node: ast.expr) -> str:
 
 
 def reference_problem(reference: str) -> str | None:
-    """What is wrong with a `package.module:name` whose module or name does not exist; None where it is fine."""
+    """What is wrong with a `package.module:name` whose module or name does not exist, or which is a plain value where a
+    function or class is wanted; None where it is fine."""
     module, _, attribute = reference.partition(":")
     try:
         tree = _parse(module)
@@ -50,7 +54,12 @@ def reference_problem(reference: str) -> str | None:
     except SyntaxError as error:
         return f"{error.filename}:{error.lineno}: {error.msg}; mend the module {module!r}"
     names = _top_level_names(tree.body)
-    if "*" in names or attribute in names:
+    if attribute in names:
+        value = _literal(tree.body, attribute)
+        if value is not None:
+            return f"{reference!r} is {value}, which cannot be called; name a function or a class"
+        return None
+    if "*" in names:
         return None
     return f"the module {module!r} has no {attribute!r}; {did_you_mean(attribute, names)}"
 
@@ -96,6 +105,19 @@ def _parse(module: str) -> ast.Module:
     if not spec.origin.endswith(".py"):  # a compiled module: its names cannot be read
         return ast.parse("from compiled import *")
     return ast.parse(Path(spec.origin).read_text(encoding="utf-8"), filename=spec.origin)
+
+
+def _literal(body: list[ast.stmt], name: str) -> str | None:
+    """The source of the literal that a module's top level binds to `name` last; None where that is anything else."""
+    literal = None
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                literal = ast.unparse(node.value) if isinstance(node.value, LITERALS) else None
+        elif name in _top_level_names([node]):
+            literal = None
+    return literal
 
 
 def _top_level_names(body: list[ast.stmt]) -> set[str]:

@@ -458,6 +458,32 @@ def test_values_that_cannot_run(experiment, overrides, expected):
     assert expected in check_problem(experiment, *overrides)
 
 
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("own = 3", "3"),
+        ("own: dict = {'a': 1}", "{'a': 1}"),
+        ("def own(inputs): ...\nown = -1.5", "-1.5"),
+        ("own = 3\ndef own(inputs): ...", None),
+        ("own = 3\nfrom functools import partial as own", None),
+        ("def other(inputs): ...\nown = other", None),
+        ("own = 3\nif own:\n    def own(inputs): ...", None),
+    ],
+)
+def test_a_plain_value_is_no_estimator(experiment, monkeypatch, source, value):
+    module = f"own_{source.encode().hex()}"  # a source is read once
+    (experiment.parent / f"{module}.py").write_text(source + "\n")
+    monkeypatch.syspath_prepend(experiment.parent)
+    name = f"algorithm.advantage.name={module}:own"
+    if value is None:
+        check_config(load_config(experiment, [name]))
+    else:
+        said = (
+            f"algorithm.advantage.name: '{module}:own' is {value}, which cannot be called; name a function or a class"
+        )
+        assert said in check_problem(experiment, name)
+
+
 # ---------------------------------------------------------------- model
 
 
