@@ -186,7 +186,7 @@ def check_overlap(config: ExperimentConfig) -> Iterator[str]:
     if algorithm.filters.max_staleness == 0 and config.rollout.replay is None:
         yield (
             "algorithm.filters.max_staleness 0 drops every episode that rollout.overlap plays, for they are one step "
-            "old; remove it, or set it to 1"
+            "old; remove it: none is older than that"
         )
     if config.cluster.colocate:
         yield (
@@ -233,6 +233,7 @@ INERT: dict[str, tuple[Callable[[ExperimentConfig], bool], str]] = {
     "rollout.gpu_memory_utilization": (lambda c: not runs_on_gpus(c), "the fleet runs on CPU"),
     "rollout.kv_cache_gib": (lambda c: runs_on_gpus(c), "the fleet runs on GPUs"),
     "rollout.engine_threads": (lambda c: runs_on_gpus(c), "the fleet runs on GPUs"),
+    "sync.delta": (lambda c: c.rollout.replay is not None, "rollout.replay starts no fleet that weights are sent to"),
     "model.builder": (lambda c: folder_exists(c), "the folder model.path exists already; remove it or name another"),
 }
 """Options that do nothing in some configurations, and why."""

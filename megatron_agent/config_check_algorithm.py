@@ -185,7 +185,7 @@ def inert_algorithm_options(config: ExperimentConfig) -> dict[str, tuple[bool, s
     updates = algorithm.epochs * algorithm.minibatches
     never_clips = (
         "with one update a step (algorithm.epochs x algorithm.minibatches is 1) and algorithm.old_logprobs recompute "
-        "the ratio is 1 everywhere"
+        "the ratio is 1 everywhere; set algorithm.minibatches or algorithm.epochs to 2, or remove it"
     )
     on_policy = updates == 1 and algorithm.old_logprobs == "recompute"
     no_band = correction.mask == "none"
@@ -206,8 +206,15 @@ def inert_algorithm_options(config: ExperimentConfig) -> dict[str, tuple[bool, s
             algorithm.critic is not None and algorithm.critic.epochs * algorithm.minibatches == 1,
             "the critic has one update a step, before which its values are the old ones",
         ),
-        "algorithm.filters.max_staleness": (config.rollout.replay is None, _no_staleness(config)),
-        "algorithm.correction.cap": (correction.tis == "none", "algorithm.correction.tis is none"),
+        "algorithm.filters.max_staleness": (
+            # With overlap, 0 drops everything, which has a check of its own.
+            config.rollout.replay is None and not (config.rollout.overlap and filters.max_staleness == 0),
+            _no_staleness(config),
+        ),
+        "algorithm.correction.cap": (
+            correction.tis == "none",
+            "algorithm.correction.tis is none; set algorithm.correction.tis to token, step or sequence",
+        ),
         "algorithm.correction.low": (no_band, "algorithm.correction.mask is none"),
         "algorithm.correction.high": (
             no_band or correction.mask == "outlier",

@@ -198,6 +198,13 @@ def _nearest_key(path: KeyPath) -> str:
     return hint
 
 
+def _name_hint(path: KeyPath, value: Any) -> str:
+    """The remedy where a section that is chosen by name was given the name itself."""
+    if isinstance(value, str) and (*path, "name") in option_paths():
+        return f", so write {'.'.join(path)}.name={value}"
+    return ""
+
+
 def _merge(below: _Layer, above: _Layer) -> _Layer:
     """`above` over `below`: mappings key by key, anything else replaced."""
     return _Layer(_merge_values(below.values, above.values), below.origins | above.origins)
@@ -223,7 +230,7 @@ def _describe(error: ValidationError, layer: _Layer) -> str:
             case "missing":
                 problem = f"{key} is missing; it has no default"
             case "model_type" | "dict_type":
-                problem = f"{key} is {item['input']!r}; it must be a mapping of keys"
+                problem = f"{key} is {item['input']!r}; it must be a mapping of keys{_name_hint(path, item['input'])}"
             case _:
                 reason = item["msg"][0].lower() + item["msg"][1:]
                 problem = f"{key} is {item['input']!r}; {reason}"

@@ -48,9 +48,11 @@ def list_problems(problems: Sequence[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The remedy for a wrong name: the nearest known one, or all of them when none is near."""
+    """The remedy for a wrong name: the nearest known one, whatever its case, or all of them when none is near."""
     names = sorted(known)
+    by_lower = {known_name.lower(): known_name for known_name in names}
     nearest = difflib.get_close_matches(name, names, n=1)
+    nearest = nearest or [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1)]
     return f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(names) or 'none'}"
 
 

@@ -175,6 +175,10 @@ def test_aliased_mappings_stay_apart(tmp_path):
         ("eval.samples=0", "eval.samples is 0; input should be greater than 0"),
         ("eval.temperature=-1", "eval.temperature is -1; input should be greater than or equal to 0"),
         ("model=tiny", "model is 'tiny'; it must be a mapping of keys"),
+        (
+            "algorithm.advantage=gae_step",
+            "'gae_step'; it must be a mapping of keys, so write algorithm.advantage.name=gae_step",
+        ),
     ],
 )
 def test_types(experiment, override, expected):
@@ -235,6 +239,12 @@ OVERLAP = ("rollout.overlap=true", "algorithm.correction.tis=token")
         (["algorithm.advantage.eps=1e-3", "algorithm.advantage.std=false"], "algorithm.advantage.std is false"),
         (["algorithm.loss.clip_low=0.1"], "the ratio is 1 everywhere"),
         (["algorithm.loss.clip_high=0.3"], "the ratio is 1 everywhere"),
+        (
+            ["algorithm.loss.clip_high=4", "algorithm.loss.name=cispo"],
+            "set algorithm.minibatches or algorithm.epochs to 2",
+        ),
+        (["algorithm.correction.cap=3"], "algorithm.correction.tis is none; set algorithm.correction.tis to token"),
+        (["sync.delta=true", "rollout.replay=trajectories.jsonl"], "rollout.replay starts no fleet"),
         (["algorithm.loss.dual_clip=3"], "the ratio is 1 everywhere"),
         (["optimizer.min_lr_frac=0.5"], "optimizer.schedule is constant"),
         (["eval.samples=4"], "data.eval names no rows"),
@@ -277,6 +287,13 @@ def test_override_with_effect(experiment, overrides):
 def test_options_that_can_be_inert_exist():
     known = {".".join(path) for path in option_paths()}
     assert set(INERT) <= known
+
+
+def test_with_overlap_no_remedy_is_refused(experiment):
+    """0 drops everything, 1 drops nothing: both are told to go, and neither to become the other."""
+    of_none = check_problem(experiment, *OVERLAP, "algorithm.filters.max_staleness=0")
+    assert of_none.endswith("for they are one step old; remove it: none is older than that")
+    check_problem(experiment, *OVERLAP, "algorithm.filters.max_staleness=1")
 
 
 # ---------------------------------------------------------------- sizes
@@ -431,6 +448,10 @@ def test_devices(experiment, overrides, expected):
         (["algorithm.loss.clip_low=1.5", "algorithm.epochs=2"], "a ratio is never below 0; use a number under 1"),
         (["algorithm.loss.dual_clip=0.5", "algorithm.epochs=2"], "it is a bound on the ratio, above 1"),
         (["agent.tool_format=hermess"], "agent.tool_format: there is no 'hermess'; did you mean 'hermes'?"),
+        (
+            ["algorithm.loss.name=GSPO"],
+            "there is no 'GSPO' (one of your own is package.module:name); did you mean 'gspo'?",
+        ),
         (["agent.flow=single_stp"], "agent.flow: there is no 'single_stp'"),
         (["agent.env=frozen_lak"], "did you mean 'frozen_lake'?"),
         (["agent.tools=[calculater]"], "agent.tools[0]: there is no 'calculater'"),
