@@ -27,7 +27,9 @@ def train(config: ExperimentConfig) -> None:
     with open_session(config) as session:
         done = start(session)
         if done >= config.run.steps and session.rollout:
-            session.rollout.display.message(f"all {config.run.steps} steps are done; raise run.steps to go on")
+            session.rollout.display.message(
+                f"{done} steps are done and run.steps is {config.run.steps}; set it above {done} to go on"
+            )
         for step in range(done + 1, config.run.steps + 1):
             metrics = train_step(session, step)
             if step == config.run.steps or is_due(config.eval.every, step):
