@@ -212,7 +212,8 @@ class SyncConfig(Section):
     """Compare a checksum of every tensor on both sides; costs one more pass over the weights."""
     delta: bool = False
     """CPU: send only decoder layers, and modules outside of them, whose bytes changed since the last sync; costs a
-    SHA-256 of every tensor."""
+    SHA-256 of every tensor. Training all weights changes all of them, so there it only costs; it saves where a part of
+    the model keeps its bytes."""
     bucket_mib: PositiveInt = 256
     """Size of a bucket. Two of them take turns: one is filled while the other is loaded."""
     timeout_s: PositiveFloat = 300
