@@ -87,6 +87,13 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True):
 Message = Hello | Ask | Cancel | Answer | Refusal
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[Message])
+_PARAM_DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    "temperature": msgspec.msgpack.Decoder(float),
+    "max_tokens": msgspec.msgpack.Decoder(int),
+    "stop": msgspec.msgpack.Decoder(tuple[str, ...]),
+    "stop_token_ids": msgspec.msgpack.Decoder(tuple[int, ...]),
+}
+"""Each sampling parameter as the replica reads it."""
 
 
 class RefusedError(RuntimeError):
@@ -107,7 +114,7 @@ class _FrameProtocol(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
-        self._outbox: list[Message] = []
+        self._outbox: list[msgspec.Raw] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -117,12 +124,16 @@ class _FrameProtocol(asyncio.Protocol):
         self._outbox.clear()
 
     def send(self, message: Message) -> None:
-        """Send with whatever else this turn of the event loop sends; nothing where the connection has ended."""
+        """Send with whatever else this turn of the event loop sends; nothing where the connection has ended.
+
+        Encodes it here, so that one that cannot be encoded raises at its sender and costs no other message.
+        """
         if self._transport is None:
             return
+        encoded = msgspec.Raw(_ENCODER.encode(message))
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(message)
+        self._outbox.append(encoded)
 
     def _flush(self) -> None:
         if self._transport is not None and self._outbox:
@@ -177,25 +188,26 @@ class ReplicaConnection(_FrameProtocol):
     async def ask(self, prompt_ids: Any, params: SamplingParams, *, timeout_s: float) -> Completion:
         """One completion for ids [P].
 
-        Raises ConnectionError where the replica is gone, TimeoutError, and RefusedError where it could not serve.
+        Raises ConnectionError where the replica is gone, TimeoutError, RefusedError where it could not serve, and
+        TypeError where a parameter is not of its type.
         """
         if self._lost is not None:
             raise self._lost
+        _check(params)
         number = self._next_number = self._next_number + 1
+        message = Ask(
+            number=number,
+            prompt_ids=np.asarray(prompt_ids, dtype="<i4").tobytes(),
+            temperature=params.temperature,
+            max_tokens=params.max_tokens,
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+        )
         loop = asyncio.get_running_loop()
         future = self._waiting[number] = loop.create_future()
         alarm = loop.call_later(timeout_s, _time_out, future)
-        self.send(
-            Ask(
-                number=number,
-                prompt_ids=np.asarray(prompt_ids, dtype="<i4").tobytes(),
-                temperature=params.temperature,
-                max_tokens=params.max_tokens,
-                stop=params.stop,
-                stop_token_ids=params.stop_token_ids,
-            )
-        )
         try:
+            self.send(message)
             answer = await future
         except (asyncio.CancelledError, TimeoutError):
             self.send(Cancel(number))
@@ -293,11 +305,6 @@ class _Served(_FrameProtocol):
                     stop_token_ids=ask.stop_token_ids,
                 ),
             )
-        except MegatronAgentError as error:
-            self.send(Refusal(ask.number, str(error)))
-        except Exception as error:  # the engine's answer to this request, for example a prompt that is too long
-            self.send(Refusal(ask.number, f"{type(error).__name__}: {error}"))
-        else:
             self.send(
                 Answer(
                     number=ask.number,
@@ -309,8 +316,16 @@ class _Served(_FrameProtocol):
                     cache_block_tokens=completion.cache_block_tokens,
                 )
             )
+        except MegatronAgentError as error:
+            self._refuse(ask, str(error))
+        except Exception as error:  # the engine's answer to this request, for example a prompt that is too long
+            self._refuse(ask, f"{type(error).__name__}: {error}")
         finally:
             self._tasks.pop(ask.number, None)
+
+    def _refuse(self, ask: Ask, text: str) -> None:
+        # Half of a surrogate pair, as in the name of a file that is not UTF-8, has no encoding.
+        self.send(Refusal(ask.number, text.encode("utf-8", "replace").decode()))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -334,6 +349,16 @@ async def connect(name: str, endpoint: Endpoint) -> ReplicaConnection:
         ) from error
     connection.send(Hello(endpoint.secret))
     return connection
+
+
+def _check(params: SamplingParams) -> None:
+    """Raise TypeError for what no replica can read: it would end the connection, and all that others asked with it."""
+    for name, decoder in _PARAM_DECODERS.items():
+        value = getattr(params, name)
+        try:
+            decoder.decode(_ENCODER.encode(value))
+        except (TypeError, ValueError, OverflowError) as error:  # msgspec's own are ValueErrors
+            raise TypeError(f"SamplingParams.{name}={value!r} cannot be sent to a replica: {error}") from error
 
 
 def _time_out(future: "asyncio.Future[Answer]") -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import msgspec
+import numpy as np
 import pytest
 
 from megatron_agent.errors import FleetError
@@ -38,6 +39,10 @@ class Engine:
                     raise FleetError("no weights yet")
                 case -2:
                     raise ValueError("prompt too long")
+                case -4:
+                    raise ValueError("no file named \udce9t\udce9")
+                case -5:
+                    return Completion(token_ids=[1], logprobs=[0.0], finish_reason="stop", policy_version=2**70)
                 case -3:
                     await asyncio.sleep(3600)
                 case delay_ms:
@@ -158,6 +163,53 @@ def test_a_refusal_says_why_and_harms_nobody_else():
         with pytest.raises(RefusedError, match=r"^ValueError: prompt too long$"):
             await too_long
         assert (await good).token_ids == [1, 20]
+
+    with_connection(scenario)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": np.int64(5)},
+        {"max_tokens": 5.5},
+        {"max_tokens": 2**70},
+        {"temperature": None},
+        {"stop": ("\ud800",)},
+        {"stop_token_ids": (7, "8")},
+    ],
+)
+def test_a_parameter_that_cannot_be_sent_fails_its_own_request_only(wrong):
+    async def scenario(engine, server, connection):
+        before = ask(connection, 20, 1)
+        with pytest.raises(TypeError, match=f"^SamplingParams.{next(iter(wrong))}=.* cannot be sent to a replica: "):
+            await ask(connection, 0, 2, **wrong)
+        assert (await before).token_ids == [1, 20]
+        assert (await ask(connection, 0, 3)).token_ids == [3, 0]
+        assert not connection._waiting
+        assert len(engine.params) == 2
+
+    with_connection(scenario)
+
+
+def test_ids_that_are_none_fail_their_own_request_only():
+    async def scenario(engine, server, connection):
+        with pytest.raises(OverflowError):
+            await ask(connection, 0, 2**40)
+        assert (await ask(connection, 0, 3)).token_ids == [3, 0]
+        assert not connection._waiting
+
+    with_connection(scenario)
+
+
+def test_an_answer_that_cannot_be_sent_is_refused_and_harms_nobody_else():
+    async def scenario(engine, server, connection):
+        good, not_utf8, not_int64 = ask(connection, 20, 1), ask(connection, -4), ask(connection, -5)
+        with pytest.raises(RefusedError, match=r"^ValueError: no file named \?t\?$"):
+            await not_utf8
+        with pytest.raises(RefusedError, match=r"^OverflowError: "):
+            await not_int64
+        assert (await good).token_ids == [1, 20]
+        assert (await ask(connection, 0, 3)).token_ids == [3, 0]
 
     with_connection(scenario)
 
