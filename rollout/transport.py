@@ -8,8 +8,9 @@ An `ask` waits for its answer, its time-out, or the end of the connection, which
 then all that wait get `ConnectionError`. A cancelled or timed-out `ask` tells the replica, which cancels the engine's
 work. A Ray call in its place costs 1.4 ms of CPU for each request; a frame costs about as much as one small message.
 
-A frame is its length (4 bytes, big endian) and a msgpack list of messages. The first message of a connection is the
-replica's secret, which only those who can reach its Ray actor know.
+A frame is its length (4 bytes, big endian) and a msgpack list of messages. The first frame of a connection is the
+replica's secret, which only those who can reach its Ray actor know. Until it has come the replica keeps next to nothing
+of what it is sent, and it does not wait for it long.
 """
 
 import asyncio
@@ -28,11 +29,13 @@ from megatron_agent.errors import MegatronAgentError
 from megatron_agent.generation import Completion, SamplingParams
 
 CONNECT_TIMEOUT_S = 30.0
-"""Until a connection stands; a replica that is alive accepts at once."""
+"""Until a connection stands; a replica that is alive accepts at once, and a runner says at once who it is."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """A machine that is switched off says no goodbye: about 30 s without a sign of life end the connection (s, s, times,
 ms)."""
 MAX_FRAME_BYTES = 1 << 30
+MAX_HELLO_BYTES = 1 << 10
+"""The largest frame of somebody unknown."""
 _LENGTH = struct.Struct("!I")
 
 GenerateRequest = Callable[[list[int], SamplingParams], Awaitable[Completion]]
@@ -111,6 +114,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 class _FrameProtocol(asyncio.Protocol):
     """Cuts the stream into frames, and sends what one turn of the event loop has collected as one."""
 
+    max_frame_bytes = MAX_FRAME_BYTES
+    """Whoever announces a longer one is no part of the run."""
+
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
@@ -132,10 +138,11 @@ class _FrameProtocol(asyncio.Protocol):
             return
         encoded = msgspec.Raw(_ENCODER.encode(message))
         if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._outbox.append(encoded)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what was collected so far as a frame of its own."""
         if self._transport is not None and self._outbox:
             frame = _ENCODER.encode(self._outbox)
             self._outbox.clear()
@@ -147,7 +154,7 @@ class _FrameProtocol(asyncio.Protocol):
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
             end = start + _LENGTH.size + length
-            if length > MAX_FRAME_BYTES:
+            if length > self.max_frame_bytes:
                 return self.abort()
             if len(self._received) < end:
                 break
@@ -282,12 +289,21 @@ class _Served(_FrameProtocol):
         self._generate = generate
         self._secret = secret
         self._is_known = False
+        self._deadline: asyncio.TimerHandle | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.max_frame_bytes = MAX_HELLO_BYTES
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._deadline = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, self.abort)
 
     def received(self, message: Message) -> None:
         if not self._is_known:
-            self._is_known = isinstance(message, Hello) and hmac.compare_digest(message.secret, self._secret)
-            if not self._is_known:
+            if isinstance(message, Hello) and hmac.compare_digest(message.secret.encode(), self._secret.encode()):
+                self._is_known = True
+                self.max_frame_bytes = MAX_FRAME_BYTES
+                self._end_deadline()
+            else:
                 self.abort()
         elif isinstance(message, Ask):
             self._tasks[message.number] = asyncio.get_running_loop().create_task(self._serve(message))
@@ -329,8 +345,14 @@ class _Served(_FrameProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._end_deadline()
         for task in list(self._tasks.values()):  # the runner is gone: nobody reads these
             task.cancel()
+
+    def _end_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 async def connect(name: str, endpoint: Endpoint) -> ReplicaConnection:
@@ -348,6 +370,7 @@ async def connect(name: str, endpoint: Endpoint) -> ReplicaConnection:
             "the machines of a run have to reach each other at all ports"
         ) from error
     connection.send(Hello(endpoint.secret))
+    connection.flush()  # what follows may be longer than a frame of somebody unknown
     return connection
 
 

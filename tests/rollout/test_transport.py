@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import rollout.transport
 from megatron_agent.errors import FleetError
 from megatron_agent.generation import Completion, SamplingParams
 from rollout.transport import (
@@ -264,12 +265,13 @@ def test_nobody_listens():
     with_connection(scenario)
 
 
-@pytest.mark.parametrize("first", ["another secret", "no secret", "no frame"])
-def test_strangers_are_not_served(first):
+@pytest.mark.parametrize("first", ["secret: guess", "secret: gueß", "no secret", "no frame"])
+def test_strangers_are_not_served(first, caplog):
     async def scenario(engine, server, connection):
         endpoint: Endpoint = server.endpoint
-        if first == "another secret":
-            stranger = await connect("replica-0", msgspec.structs.replace(endpoint, secret="guess"))
+        if first.startswith("secret: "):
+            guess = first.removeprefix("secret: ")
+            stranger = await connect("replica-0", msgspec.structs.replace(endpoint, secret=guess))
             with pytest.raises(ConnectionError):
                 await ask(stranger, 0, 1)
         else:
@@ -280,6 +282,44 @@ def test_strangers_are_not_served(first):
             writer.close()
         assert engine.params == []
         assert (await ask(connection, 0, 1)).token_ids == [1, 0]
+
+    with_connection(scenario)
+    assert not caplog.records, "the replica's log is for its own failures"
+
+
+def test_a_stranger_cannot_fill_the_replicas_memory():
+    async def scenario(engine, server, connection):
+        reader, writer = await asyncio.open_connection(server.endpoint.host, server.endpoint.port)
+        writer.write((1 << 20).to_bytes(4, "big") + b"x" * 100)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+    with_connection(scenario)
+
+
+@pytest.mark.parametrize("said", [b"", b"\0\0\0\x20half"])
+def test_a_stranger_that_says_nothing_is_not_kept(said, monkeypatch):
+    monkeypatch.setattr(rollout.transport, "CONNECT_TIMEOUT_S", 0.2)
+
+    async def scenario(engine, server, connection):
+        reader, writer = await asyncio.open_connection(server.endpoint.host, server.endpoint.port)
+        writer.write(said)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        assert (await ask(connection, 0, 1)).token_ids == [1, 0], "the deadline is for strangers only"
+
+    with_connection(scenario)
+
+
+def test_the_first_request_may_be_long():
+    async def scenario(engine, server, connection):
+        new = await connect("replica-0", server.endpoint)
+        assert len((await ask(new, 0, *range(10_000))).token_ids) == 10_001
+        direct = await connect("replica-0", server.endpoint)
+        completion = await direct.ask([0, *range(10_000)], SamplingParams(), timeout_s=10)  # in the same turn
+        assert len(completion.token_ids) == 10_001
+        for made in (new, direct):
+            made.abort()
 
     with_connection(scenario)
 
