@@ -27,6 +27,7 @@ import numpy as np
 
 from megatron_agent.errors import MegatronAgentError
 from megatron_agent.generation import Completion, SamplingParams
+from rollout.messages import DECODER, ENCODER, Answer, Ask, Cancel, Hello, Message, Refusal, check_params
 
 CONNECT_TIMEOUT_S = 30.0
 """Until a connection stands; a replica that is alive accepts at once, and a runner says at once who it is."""
@@ -39,64 +40,6 @@ MAX_HELLO_BYTES = 1 << 10
 _LENGTH = struct.Struct("!I")
 
 GenerateRequest = Callable[[list[int], SamplingParams], Awaitable[Completion]]
-
-
-class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """Who does not know the replica's secret is not served."""
-
-    secret: str
-
-
-class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """One completion, please."""
-
-    number: int
-    """Chosen by the asking side; one of its own for each request of a connection."""
-    prompt_ids: bytes
-    """int32 [P]."""
-    temperature: float
-    max_tokens: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-
-
-class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Nobody waits for this one any more."""
-
-    number: int
-
-
-class Answer(msgspec.Struct, tag="answer", array_like=True):
-    """A finished completion."""
-
-    number: int
-    token_ids: bytes
-    """int32 [R]."""
-    logprobs: bytes
-    """float32 [R], which is what the engine computes in."""
-    finish_reason: str
-    policy_version: int
-    num_cached_tokens: int
-    cache_block_tokens: int
-
-
-class Refusal(msgspec.Struct, tag="refusal", array_like=True):
-    """A request that the replica could not serve."""
-
-    number: int
-    text: str
-
-
-Message = Hello | Ask | Cancel | Answer | Refusal
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(list[Message])
-_PARAM_DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    "temperature": msgspec.msgpack.Decoder(float),
-    "max_tokens": msgspec.msgpack.Decoder(int),
-    "stop": msgspec.msgpack.Decoder(tuple[str, ...]),
-    "stop_token_ids": msgspec.msgpack.Decoder(tuple[int, ...]),
-}
-"""Each sampling parameter as the replica reads it."""
 
 
 class RefusedError(RuntimeError):
@@ -136,7 +79,7 @@ class _FrameProtocol(asyncio.Protocol):
         """
         if self._transport is None:
             return
-        encoded = msgspec.Raw(_ENCODER.encode(message))
+        encoded = msgspec.Raw(ENCODER.encode(message))
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self.flush)
         self._outbox.append(encoded)
@@ -144,7 +87,7 @@ class _FrameProtocol(asyncio.Protocol):
     def flush(self) -> None:
         """Send what was collected so far as a frame of its own."""
         if self._transport is not None and self._outbox:
-            frame = _ENCODER.encode(self._outbox)
+            frame = ENCODER.encode(self._outbox)
             self._outbox.clear()
             self._transport.write(_LENGTH.pack(len(frame)) + frame)
 
@@ -159,7 +102,7 @@ class _FrameProtocol(asyncio.Protocol):
             if len(self._received) < end:
                 break
             try:
-                messages = _DECODER.decode(memoryview(self._received)[start + _LENGTH.size : end].tobytes())
+                messages = DECODER.decode(memoryview(self._received)[start + _LENGTH.size : end].tobytes())
             except msgspec.DecodeError:
                 return self.abort()  # whoever sends this is no part of the run
             start = end
@@ -200,7 +143,7 @@ class ReplicaConnection(_FrameProtocol):
         """
         if self._lost is not None:
             raise self._lost
-        _check(params)
+        check_params(params)
         number = self._next_number = self._next_number + 1
         message = Ask(
             number=number,
@@ -372,16 +315,6 @@ async def connect(name: str, endpoint: Endpoint) -> ReplicaConnection:
     connection.send(Hello(endpoint.secret))
     connection.flush()  # what follows may be longer than a frame of somebody unknown
     return connection
-
-
-def _check(params: SamplingParams) -> None:
-    """Raise TypeError for what no replica can read: it would end the connection, and all that others asked with it."""
-    for name, decoder in _PARAM_DECODERS.items():
-        value = getattr(params, name)
-        try:
-            decoder.decode(_ENCODER.encode(value))
-        except (TypeError, ValueError, OverflowError) as error:  # msgspec's own are ValueErrors
-            raise TypeError(f"SamplingParams.{name}={value!r} cannot be sent to a replica: {error}") from error
 
 
 def _time_out(future: "asyncio.Future[Answer]") -> None:
