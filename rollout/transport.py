@@ -128,7 +128,8 @@ class ReplicaConnection(_FrameProtocol):
         self._name = name
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._next_number = 0
-        self._lost: ConnectionError | None = None
+        self._lost: str | None = None
+        """How the connection ended."""
 
     @property
     def is_open(self) -> bool:
@@ -142,7 +143,7 @@ class ReplicaConnection(_FrameProtocol):
         TypeError where a parameter is not of its type.
         """
         if self._lost is not None:
-            raise self._lost
+            raise ConnectionError(self._lost)  # a new one: each raise of an exception adds to its traceback
         check_params(params)
         number = self._next_number = self._next_number + 1
         message = Ask(
@@ -185,10 +186,10 @@ class ReplicaConnection(_FrameProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._lost = ConnectionError(f"the connection to {self._name} ended{f': {exc}' if exc else ''}")
+        self._lost = f"the connection to {self._name} ended{f': {exc}' if exc else ''}"
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(ConnectionError(str(self._lost)))
+                future.set_exception(ConnectionError(self._lost))
 
 
 class ReplicaServer:
@@ -312,6 +313,9 @@ async def connect(name: str, endpoint: Endpoint) -> ReplicaConnection:
             f"{name} does not answer at {endpoint.host}:{endpoint.port} ({error or 'time-out'}); "
             "the machines of a run have to reach each other at all ports"
         ) from error
+    except BaseException:  # cancelled
+        own.close()
+        raise
     connection.send(Hello(endpoint.secret))
     connection.flush()  # what follows may be longer than a frame of somebody unknown
     return connection

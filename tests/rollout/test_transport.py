@@ -1,6 +1,7 @@
 """Requests over a real socket: each answer goes to who asked, and an end of any kind reaches all that wait."""
 
 import asyncio
+import socket
 import time
 
 import msgspec
@@ -248,8 +249,9 @@ def test_the_end_of_the_replica_reaches_all_that_wait():
             assert isinstance(error, ConnectionError)
             assert "replica-0" in str(error)
         assert not connection.is_open
-        with pytest.raises(ConnectionError):
-            await ask(connection, 0, 1)
+        errors = await asyncio.gather(*(ask(connection, 0, 1) for _ in range(2)), return_exceptions=True)
+        assert [type(error) for error in errors] == [ConnectionError] * 2
+        assert errors[0] is not errors[1], "the traceback of one that is raised again and again grows"
         await until(lambda: engine.running == 0)  # the engine does not work on for a runner that is gone
 
     with_connection(scenario)
@@ -261,6 +263,28 @@ def test_nobody_listens():
         server.close()
         with pytest.raises(ConnectionError, match=f"replica-0 does not answer at {HOST}:{endpoint.port}"):
             await connect("replica-0", endpoint)
+
+    with_connection(scenario)
+
+
+def test_a_cancelled_connect_keeps_no_socket(monkeypatch):
+    made: list[socket.socket] = []
+    new = rollout.transport._new_socket
+    monkeypatch.setattr(rollout.transport, "_new_socket", lambda host: made.append(new(host)) or made[-1])
+
+    async def scenario(engine, server, connection):
+        with socket.socket() as full:  # takes one connection and accepts none: the next one waits
+            full.bind((HOST, 0))
+            full.listen(0)
+            host, port = full.getsockname()
+            with socket.create_connection((host, port)):
+                connecting = asyncio.ensure_future(connect("replica-0", Endpoint(host, port, "secret")))
+                await until(lambda: len(made) == 3)
+                await asyncio.sleep(0.05)
+                connecting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await connecting
+                assert made[-1].fileno() == -1
 
     with_connection(scenario)
 
@@ -325,8 +349,6 @@ def test_the_first_request_may_be_long():
 
 
 def test_sockets_notice_a_machine_that_is_gone():
-    import socket
-
     with _new_socket(HOST) as made:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEPALIVE["TCP_KEEPIDLE"]
