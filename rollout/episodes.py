@@ -56,6 +56,8 @@ class RolloutManager:
         self._playing: list[dict[str, EpisodeRequest]] = [{} for _ in self._runners]
         self._asked: dict[Any, tuple[int, float]] = {}
         """Calls of `finished` that are not answered -> (runner, when it was asked)."""
+        self._handed: dict[Any, int] = {}
+        """Calls of `take` that have not returned -> runner."""
         self._start_runners(range(config.rollout.runners))
         self._waiting = ReplicaQueues(config.rollout.replicas)
         self._finished: dict[str, Trajectory] = {}
@@ -153,7 +155,7 @@ class RolloutManager:
             self._playing[runner][request.trajectory_id] = request
             batches.setdefault(runner, []).append(request)
         for runner, requests in batches.items():
-            self._runners[runner].take.remote(requests)
+            self._handed[self._runners[runner].take.remote(requests)] = runner
 
     def _await_some(self) -> list[tuple[int, list[tuple[str, bytes | None]] | None]]:
         """(runner, what it finished) of the runners that answer within POLL_S; None in place of a dead one's."""
@@ -161,20 +163,29 @@ class RolloutManager:
         for runner, playing in enumerate(self._playing):
             if playing and runner not in asked:
                 self._asked[self._runners[runner].finished.remote(LONG_POLL_S)] = (runner, time.monotonic())
-        answered, _ = ray.wait(list(self._asked), num_returns=1, timeout=POLL_S)
-        if answered and len(self._asked) > 1:  # take along whatever else is ready
-            answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-        ended = []
-        for reference in answered:
-            runner, _ = self._asked.pop(reference)
+        ray.wait(list(self._asked), num_returns=1, timeout=POLL_S)
+        calls = [*self._asked, *self._handed]  # whatever is ready; a `take` that fails leaves `finished` without answer
+        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+        ended: list[tuple[int, list[tuple[str, bytes | None]] | None]] = []
+        dead: set[int] = set()
+        for reference in ready:
+            asked_of, _ = self._asked.pop(reference, (None, 0.0))
+            runner = self._handed.pop(reference) if asked_of is None else asked_of
             try:
-                ended.append((runner, ray.get(reference)))
+                answer = ray.get(reference)
             except RayTaskError as error:
                 if isinstance(error.cause, MegatronAgentError):  # without the runner's traceback around it
                     raise error.cause from None
                 raise
             except RayActorError:
-                ended.append((runner, None))
+                dead.add(runner)
+            else:
+                if asked_of is not None:
+                    ended.append((runner, answer))
+        if dead:  # its other calls fail, too, maybe only when another runner has its number
+            self._asked = {call: asked for call, asked in self._asked.items() if asked[0] not in dead}
+            self._handed = {call: runner for call, runner in self._handed.items() if runner not in dead}
+        ended += [(runner, None) for runner in sorted(dead)]
         for runner, since in self._asked.values():
             if time.monotonic() - since > LONG_POLL_S + SILENT_S:
                 raise FleetError(
