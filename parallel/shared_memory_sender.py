@@ -4,18 +4,21 @@
     load thread           | replicas load A | replicas load B |
 
 The main thread iterates the source and with it runs all collectives; the load thread only waits for the replicas. A
-bucket is filled again once its load is over, so that two exist at most. Both stay mapped from one sync to the next:
+bucket is filled again once its load is over, so that two exist at most. An interrupt waits for no replica: the load
+thread is a daemon. Both buckets stay mapped from one sync to the next:
 a page of shared memory that is touched for the first time costs many times the copy that follows.
 """
 
+import contextlib
 import hashlib
 import mmap
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +111,6 @@ class SharedMemorySender:
             _drain(tensors)  # the other ranks are in the stream's collectives to its end
             raise
         finally:
-            update.close()
             if not done:
                 self._forget()
         self._digests = digests
@@ -139,8 +141,7 @@ class _Update:
         self._limit = limit
         self._verify = verify
         self._delta = delta
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-load")
-        self._load: Future[None] | None = None
+        self._load: _Load | None = None
         self._is_open = False
         self.num_bytes = 0
         self.num_tensors = 0
@@ -164,7 +165,7 @@ class _Update:
         self._await_load()
         bucket = self._filling
         self.num_bytes += sum(entry.num_bytes for entry in bucket.entries)
-        self._load = self._thread.submit(self._load_bucket, bucket, bucket.take(partial=self._delta))
+        self._load = _Load(partial(self._load_bucket, bucket, bucket.take(partial=self._delta)))
         self._filling, self._other = self._other, bucket
 
     def _load_bucket(self, bucket: "_Bucket", info: dict[str, Any]) -> None:
@@ -179,7 +180,8 @@ class _Update:
     def _await_load(self) -> None:
         if self._load is not None:
             load, self._load = self._load, None
-            load.result()  # bounded: the client gives up after sync.timeout_s
+            if (error := load.wait()) is not None:
+                raise error
 
     def finish(self) -> None:
         """Load what is left and close the update; nothing where nothing was added."""
@@ -192,12 +194,29 @@ class _Update:
     def abandon(self) -> None:
         """Wait for the load in flight, whatever comes of it: the first failure is the one to tell."""
         if self._load is not None:
-            self._load.exception()
+            self._load.wait()
             self._load = None
 
-    def close(self) -> None:
-        # Without waiting: an interrupt must not be held up by a replica that hangs.
-        self._thread.shutdown(wait=False)
+
+class _Load:
+    """One load on a thread of its own, which keeps no interpreter from ending, as an executor's would."""
+
+    def __init__(self, load: Callable[[], None]) -> None:
+        self._load = load
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="weight-load", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> BaseException | None:
+        """What it raised. Bounded: the client gives up after sync.timeout_s."""
+        self._thread.join()
+        return self._error
+
+    def _work(self) -> None:
+        try:
+            self._load()
+        except BaseException as error:  # belongs to the main thread, which raises it where it waits
+            self._error = error
 
 
 class _Bucket:
@@ -265,7 +284,8 @@ class _Bucket:
     def unlink(self) -> None:
         if self._is_linked and self._path is not None:
             self._is_linked = False
-            os.unlink(self._path)
+            with contextlib.suppress(FileNotFoundError):  # after an interrupt both threads come here
+                os.unlink(self._path)
 
     def close(self) -> None:
         self.unlink()

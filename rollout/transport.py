@@ -8,8 +8,9 @@ An `ask` waits for its answer, its time-out, or the end of the connection, which
 then all that wait get `ConnectionError`. A cancelled or timed-out `ask` tells the replica, which cancels the engine's
 work. A Ray call in its place costs 1.4 ms of CPU for each request; a frame costs about as much as one small message.
 
-A frame is its length (4 bytes, big endian) and a msgpack list of messages. The first message of a connection is the
-replica's secret, which only those who can reach its Ray actor know.
+A frame is its length (4 bytes, big endian) and a msgpack list of messages. The first frame of a connection is the
+replica's secret, which only those who can reach its Ray actor know. Until it has come the replica keeps next to nothing
+of what it is sent, and it does not wait for it long.
 """
 
 import asyncio
@@ -26,67 +27,19 @@ import numpy as np
 
 from megatron_agent.errors import MegatronAgentError
 from megatron_agent.generation import Completion, SamplingParams
+from rollout.messages import DECODER, ENCODER, Answer, Ask, Cancel, Hello, Message, Refusal, check_params
 
 CONNECT_TIMEOUT_S = 30.0
-"""Until a connection stands; a replica that is alive accepts at once."""
+"""Until a connection stands; a replica that is alive accepts at once, and a runner says at once who it is."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """A machine that is switched off says no goodbye: about 30 s without a sign of life end the connection (s, s, times,
 ms)."""
 MAX_FRAME_BYTES = 1 << 30
+MAX_HELLO_BYTES = 1 << 10
+"""The largest frame of somebody unknown."""
 _LENGTH = struct.Struct("!I")
 
 GenerateRequest = Callable[[list[int], SamplingParams], Awaitable[Completion]]
-
-
-class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """Who does not know the replica's secret is not served."""
-
-    secret: str
-
-
-class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """One completion, please."""
-
-    number: int
-    """Chosen by the asking side; one of its own for each request of a connection."""
-    prompt_ids: bytes
-    """int32 [P]."""
-    temperature: float
-    max_tokens: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-
-
-class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Nobody waits for this one any more."""
-
-    number: int
-
-
-class Answer(msgspec.Struct, tag="answer", array_like=True):
-    """A finished completion."""
-
-    number: int
-    token_ids: bytes
-    """int32 [R]."""
-    logprobs: bytes
-    """float32 [R], which is what the engine computes in."""
-    finish_reason: str
-    policy_version: int
-    num_cached_tokens: int
-    cache_block_tokens: int
-
-
-class Refusal(msgspec.Struct, tag="refusal", array_like=True):
-    """A request that the replica could not serve."""
-
-    number: int
-    text: str
-
-
-Message = Hello | Ask | Cancel | Answer | Refusal
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(list[Message])
 
 
 class RefusedError(RuntimeError):
@@ -104,10 +57,13 @@ class Endpoint(msgspec.Struct, frozen=True):
 class _FrameProtocol(asyncio.Protocol):
     """Cuts the stream into frames, and sends what one turn of the event loop has collected as one."""
 
+    max_frame_bytes = MAX_FRAME_BYTES
+    """Whoever announces a longer one is no part of the run."""
+
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
-        self._outbox: list[Message] = []
+        self._outbox: list[msgspec.Raw] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -117,16 +73,21 @@ class _FrameProtocol(asyncio.Protocol):
         self._outbox.clear()
 
     def send(self, message: Message) -> None:
-        """Send with whatever else this turn of the event loop sends; nothing where the connection has ended."""
+        """Send with whatever else this turn of the event loop sends; nothing where the connection has ended.
+
+        Encodes it here, so that one that cannot be encoded raises at its sender and costs no other message.
+        """
         if self._transport is None:
             return
+        encoded = msgspec.Raw(ENCODER.encode(message))
         if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(message)
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._outbox.append(encoded)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what was collected so far as a frame of its own."""
         if self._transport is not None and self._outbox:
-            frame = _ENCODER.encode(self._outbox)
+            frame = ENCODER.encode(self._outbox)
             self._outbox.clear()
             self._transport.write(_LENGTH.pack(len(frame)) + frame)
 
@@ -136,12 +97,12 @@ class _FrameProtocol(asyncio.Protocol):
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
             end = start + _LENGTH.size + length
-            if length > MAX_FRAME_BYTES:
+            if length > self.max_frame_bytes:
                 return self.abort()
             if len(self._received) < end:
                 break
             try:
-                messages = _DECODER.decode(memoryview(self._received)[start + _LENGTH.size : end].tobytes())
+                messages = DECODER.decode(memoryview(self._received)[start + _LENGTH.size : end].tobytes())
             except msgspec.DecodeError:
                 return self.abort()  # whoever sends this is no part of the run
             start = end
@@ -167,7 +128,8 @@ class ReplicaConnection(_FrameProtocol):
         self._name = name
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._next_number = 0
-        self._lost: ConnectionError | None = None
+        self._lost: str | None = None
+        """How the connection ended."""
 
     @property
     def is_open(self) -> bool:
@@ -177,25 +139,26 @@ class ReplicaConnection(_FrameProtocol):
     async def ask(self, prompt_ids: Any, params: SamplingParams, *, timeout_s: float) -> Completion:
         """One completion for ids [P].
 
-        Raises ConnectionError where the replica is gone, TimeoutError, and RefusedError where it could not serve.
+        Raises ConnectionError where the replica is gone, TimeoutError, RefusedError where it could not serve, and
+        TypeError where a parameter is not of its type.
         """
         if self._lost is not None:
-            raise self._lost
+            raise ConnectionError(self._lost)  # a new one: each raise of an exception adds to its traceback
+        check_params(params)
         number = self._next_number = self._next_number + 1
+        message = Ask(
+            number=number,
+            prompt_ids=np.asarray(prompt_ids, dtype="<i4").tobytes(),
+            temperature=params.temperature,
+            max_tokens=params.max_tokens,
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+        )
         loop = asyncio.get_running_loop()
         future = self._waiting[number] = loop.create_future()
         alarm = loop.call_later(timeout_s, _time_out, future)
-        self.send(
-            Ask(
-                number=number,
-                prompt_ids=np.asarray(prompt_ids, dtype="<i4").tobytes(),
-                temperature=params.temperature,
-                max_tokens=params.max_tokens,
-                stop=params.stop,
-                stop_token_ids=params.stop_token_ids,
-            )
-        )
         try:
+            self.send(message)
             answer = await future
         except (asyncio.CancelledError, TimeoutError):
             self.send(Cancel(number))
@@ -223,10 +186,10 @@ class ReplicaConnection(_FrameProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._lost = ConnectionError(f"the connection to {self._name} ended{f': {exc}' if exc else ''}")
+        self._lost = f"the connection to {self._name} ended{f': {exc}' if exc else ''}"
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(ConnectionError(str(self._lost)))
+                future.set_exception(ConnectionError(self._lost))
 
 
 class ReplicaServer:
@@ -270,12 +233,21 @@ class _Served(_FrameProtocol):
         self._generate = generate
         self._secret = secret
         self._is_known = False
+        self._deadline: asyncio.TimerHandle | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.max_frame_bytes = MAX_HELLO_BYTES
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._deadline = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, self.abort)
 
     def received(self, message: Message) -> None:
         if not self._is_known:
-            self._is_known = isinstance(message, Hello) and hmac.compare_digest(message.secret, self._secret)
-            if not self._is_known:
+            if isinstance(message, Hello) and hmac.compare_digest(message.secret.encode(), self._secret.encode()):
+                self._is_known = True
+                self.max_frame_bytes = MAX_FRAME_BYTES
+                self._end_deadline()
+            else:
                 self.abort()
         elif isinstance(message, Ask):
             self._tasks[message.number] = asyncio.get_running_loop().create_task(self._serve(message))
@@ -293,11 +265,6 @@ class _Served(_FrameProtocol):
                     stop_token_ids=ask.stop_token_ids,
                 ),
             )
-        except MegatronAgentError as error:
-            self.send(Refusal(ask.number, str(error)))
-        except Exception as error:  # the engine's answer to this request, for example a prompt that is too long
-            self.send(Refusal(ask.number, f"{type(error).__name__}: {error}"))
-        else:
             self.send(
                 Answer(
                     number=ask.number,
@@ -309,13 +276,27 @@ class _Served(_FrameProtocol):
                     cache_block_tokens=completion.cache_block_tokens,
                 )
             )
+        except MegatronAgentError as error:
+            self._refuse(ask, str(error))
+        except Exception as error:  # the engine's answer to this request, for example a prompt that is too long
+            self._refuse(ask, f"{type(error).__name__}: {error}")
         finally:
             self._tasks.pop(ask.number, None)
 
+    def _refuse(self, ask: Ask, text: str) -> None:
+        # Half of a surrogate pair, as in the name of a file that is not UTF-8, has no encoding.
+        self.send(Refusal(ask.number, text.encode("utf-8", "replace").decode()))
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._end_deadline()
         for task in list(self._tasks.values()):  # the runner is gone: nobody reads these
             task.cancel()
+
+    def _end_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 async def connect(name: str, endpoint: Endpoint) -> ReplicaConnection:
@@ -332,7 +313,11 @@ async def connect(name: str, endpoint: Endpoint) -> ReplicaConnection:
             f"{name} does not answer at {endpoint.host}:{endpoint.port} ({error or 'time-out'}); "
             "the machines of a run have to reach each other at all ports"
         ) from error
+    except BaseException:  # cancelled
+        own.close()
+        raise
     connection.send(Hello(endpoint.secret))
+    connection.flush()  # what follows may be longer than a frame of somebody unknown
     return connection
 
 

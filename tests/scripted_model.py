@@ -10,7 +10,7 @@ from megatron_agent.data import Row, parse_row
 from megatron_agent.generation import Completion, SamplingParams
 from megatron_agent.model_folders.tiny_qwen3 import make_tokenizer
 from rollout.dispatch import EpisodeRequest
-from rollout.episodes import EpisodeRunner
+from rollout.episode_runner import EpisodeRunner
 from trajectory.steps import Trajectory
 
 END = "<|im_end|>"

@@ -16,7 +16,7 @@ from megatron_agent.envs.base import Action, AgentEnv, EnvStep, Observation
 from megatron_agent.errors import ConfigError, DataError, FleetError
 from megatron_agent.model_folders.tiny_qwen3 import build
 from rollout.client import ReplicaDiedError
-from rollout.episodes import EpisodeRunner
+from rollout.episode_runner import EpisodeRunner
 from trajectory.steps import StopReason, TrajectoryGroup, TrajectoryStatus
 
 GATE = threading.Event()

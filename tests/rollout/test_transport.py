@@ -1,11 +1,14 @@
 """Requests over a real socket: each answer goes to who asked, and an end of any kind reaches all that wait."""
 
 import asyncio
+import socket
 import time
 
 import msgspec
+import numpy as np
 import pytest
 
+import rollout.transport
 from megatron_agent.errors import FleetError
 from megatron_agent.generation import Completion, SamplingParams
 from rollout.transport import (
@@ -38,6 +41,10 @@ class Engine:
                     raise FleetError("no weights yet")
                 case -2:
                     raise ValueError("prompt too long")
+                case -4:
+                    raise ValueError("no file named \udce9t\udce9")
+                case -5:
+                    return Completion(token_ids=[1], logprobs=[0.0], finish_reason="stop", policy_version=2**70)
                 case -3:
                     await asyncio.sleep(3600)
                 case delay_ms:
@@ -162,6 +169,53 @@ def test_a_refusal_says_why_and_harms_nobody_else():
     with_connection(scenario)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": np.int64(5)},
+        {"max_tokens": 5.5},
+        {"max_tokens": 2**70},
+        {"temperature": None},
+        {"stop": ("\ud800",)},
+        {"stop_token_ids": (7, "8")},
+    ],
+)
+def test_a_parameter_that_cannot_be_sent_fails_its_own_request_only(wrong):
+    async def scenario(engine, server, connection):
+        before = ask(connection, 20, 1)
+        with pytest.raises(TypeError, match=f"^SamplingParams.{next(iter(wrong))}=.* cannot be sent to a replica: "):
+            await ask(connection, 0, 2, **wrong)
+        assert (await before).token_ids == [1, 20]
+        assert (await ask(connection, 0, 3)).token_ids == [3, 0]
+        assert not connection._waiting
+        assert len(engine.params) == 2
+
+    with_connection(scenario)
+
+
+def test_ids_that_are_none_fail_their_own_request_only():
+    async def scenario(engine, server, connection):
+        with pytest.raises(OverflowError):
+            await ask(connection, 0, 2**40)
+        assert (await ask(connection, 0, 3)).token_ids == [3, 0]
+        assert not connection._waiting
+
+    with_connection(scenario)
+
+
+def test_an_answer_that_cannot_be_sent_is_refused_and_harms_nobody_else():
+    async def scenario(engine, server, connection):
+        good, not_utf8, not_int64 = ask(connection, 20, 1), ask(connection, -4), ask(connection, -5)
+        with pytest.raises(RefusedError, match=r"^ValueError: no file named \?t\?$"):
+            await not_utf8
+        with pytest.raises(RefusedError, match=r"^OverflowError: "):
+            await not_int64
+        assert (await good).token_ids == [1, 20]
+        assert (await ask(connection, 0, 3)).token_ids == [3, 0]
+
+    with_connection(scenario)
+
+
 def test_a_time_out_ends_the_wait_and_the_engines_work():
     async def scenario(engine, server, connection):
         started = time.monotonic()
@@ -195,8 +249,9 @@ def test_the_end_of_the_replica_reaches_all_that_wait():
             assert isinstance(error, ConnectionError)
             assert "replica-0" in str(error)
         assert not connection.is_open
-        with pytest.raises(ConnectionError):
-            await ask(connection, 0, 1)
+        errors = await asyncio.gather(*(ask(connection, 0, 1) for _ in range(2)), return_exceptions=True)
+        assert [type(error) for error in errors] == [ConnectionError] * 2
+        assert errors[0] is not errors[1], "the traceback of one that is raised again and again grows"
         await until(lambda: engine.running == 0)  # the engine does not work on for a runner that is gone
 
     with_connection(scenario)
@@ -212,12 +267,35 @@ def test_nobody_listens():
     with_connection(scenario)
 
 
-@pytest.mark.parametrize("first", ["another secret", "no secret", "no frame"])
-def test_strangers_are_not_served(first):
+def test_a_cancelled_connect_keeps_no_socket(monkeypatch):
+    made: list[socket.socket] = []
+    new = rollout.transport._new_socket
+    monkeypatch.setattr(rollout.transport, "_new_socket", lambda host: made.append(new(host)) or made[-1])
+
+    async def scenario(engine, server, connection):
+        with socket.socket() as full:  # takes one connection and accepts none: the next one waits
+            full.bind((HOST, 0))
+            full.listen(0)
+            host, port = full.getsockname()
+            with socket.create_connection((host, port)):
+                connecting = asyncio.ensure_future(connect("replica-0", Endpoint(host, port, "secret")))
+                await until(lambda: len(made) == 3)
+                await asyncio.sleep(0.05)
+                connecting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await connecting
+                assert made[-1].fileno() == -1
+
+    with_connection(scenario)
+
+
+@pytest.mark.parametrize("first", ["secret: guess", "secret: gueß", "no secret", "no frame"])
+def test_strangers_are_not_served(first, caplog):
     async def scenario(engine, server, connection):
         endpoint: Endpoint = server.endpoint
-        if first == "another secret":
-            stranger = await connect("replica-0", msgspec.structs.replace(endpoint, secret="guess"))
+        if first.startswith("secret: "):
+            guess = first.removeprefix("secret: ")
+            stranger = await connect("replica-0", msgspec.structs.replace(endpoint, secret=guess))
             with pytest.raises(ConnectionError):
                 await ask(stranger, 0, 1)
         else:
@@ -230,11 +308,47 @@ def test_strangers_are_not_served(first):
         assert (await ask(connection, 0, 1)).token_ids == [1, 0]
 
     with_connection(scenario)
+    assert not caplog.records, "the replica's log is for its own failures"
+
+
+def test_a_stranger_cannot_fill_the_replicas_memory():
+    async def scenario(engine, server, connection):
+        reader, writer = await asyncio.open_connection(server.endpoint.host, server.endpoint.port)
+        writer.write((1 << 20).to_bytes(4, "big") + b"x" * 100)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+    with_connection(scenario)
+
+
+@pytest.mark.parametrize("said", [b"", b"\0\0\0\x20half"])
+def test_a_stranger_that_says_nothing_is_not_kept(said, monkeypatch):
+    monkeypatch.setattr(rollout.transport, "CONNECT_TIMEOUT_S", 0.2)
+
+    async def scenario(engine, server, connection):
+        reader, writer = await asyncio.open_connection(server.endpoint.host, server.endpoint.port)
+        writer.write(said)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        assert (await ask(connection, 0, 1)).token_ids == [1, 0], "the deadline is for strangers only"
+
+    with_connection(scenario)
+
+
+def test_the_first_request_may_be_long():
+    async def scenario(engine, server, connection):
+        new = await connect("replica-0", server.endpoint)
+        assert len((await ask(new, 0, *range(10_000))).token_ids) == 10_001
+        direct = await connect("replica-0", server.endpoint)
+        completion = await direct.ask([0, *range(10_000)], SamplingParams(), timeout_s=10)  # in the same turn
+        assert len(completion.token_ids) == 10_001
+        for made in (new, direct):
+            made.abort()
+
+    with_connection(scenario)
 
 
 def test_sockets_notice_a_machine_that_is_gone():
-    import socket
-
     with _new_socket(HOST) as made:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEPALIVE["TCP_KEEPIDLE"]

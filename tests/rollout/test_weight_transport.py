@@ -1,7 +1,9 @@
 """Weights through shared memory: what the trainer writes is what a replica reads, and nothing stays behind."""
 
+import concurrent.futures.thread
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from megatron_agent.errors import WeightSyncError
 from megatron_agent.weight_buckets import FILE_PREFIX, SHARED_MEMORY_DIR, BucketEntry
-from parallel.shared_memory_sender import Sent, SharedMemorySender
+from parallel.shared_memory_sender import Sent, SharedMemorySender, _Bucket
 from rollout.weight_receiver import BucketMaps
 
 BUCKET_BYTES = 4096
@@ -194,6 +196,42 @@ def test_a_load_that_fails_while_the_next_bucket_is_filled() -> None:
     assert replica.calls == ["start", "load", "load"]
     assert all(passed.is_set() for passed in source.passed)
     assert set(left_behind()) == before
+
+
+def test_an_interrupt_waits_for_no_replica() -> None:
+    """Neither does the end of the interpreter, which joins all threads that are no daemons and all executors'."""
+    loading, over, threads = threading.Event(), threading.Event(), []
+
+    def hang() -> None:
+        threads.append(threading.current_thread())
+        loading.set()
+        over.wait(WAIT_S)
+
+    def interrupted() -> Iterable[tuple[str, torch.Tensor]]:
+        yield from Signals("abc")
+        assert loading.wait(WAIT_S)
+        raise KeyboardInterrupt
+
+    before = set(left_behind())
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        send(interrupted(), Replica(during_load=hang))
+    assert time.monotonic() - started < WAIT_S / 2
+    assert set(left_behind()) == before
+    (thread,) = threads
+    assert thread.is_alive()
+    assert thread.daemon
+    assert thread not in concurrent.futures.thread._threads_queues, "joined in spite of being a daemon"
+    over.set()
+    thread.join(WAIT_S)
+
+
+def test_a_bucket_that_another_thread_unlinks_at_the_same_time() -> None:
+    bucket = _Bucket(0)
+    bucket.write("w", torch.zeros(4), limit=BUCKET_BYTES, verify=False)
+    assert bucket._path is not None
+    os.unlink(bucket._path)
+    bucket.close()
 
 
 def test_shared_memory_that_is_full_while_a_bucket_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
