@@ -171,7 +171,7 @@ def _plan_batches(bounds: np.ndarray, parents: np.ndarray) -> tuple[list[NodeBat
 
 
 def _batch_size(nodes: list[_Node], first: int) -> int:
-    """How many nodes from `first` on share a batch: those before others never with those that begin sequences."""
+    """How many nodes from `first` on share a batch: those behind others never with those that begin sequences."""
     begins, real, size, longest = not len(nodes[first].ancestors), 0, 0, 0
     most_keys = nodes[first].num_keys
     for node in nodes[first:]:
