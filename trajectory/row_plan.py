@@ -57,14 +57,13 @@ class _Forest:
         tokens = np.asarray(num_tokens, dtype=np.float64)
         return tokens + self.pair_cost * tokens * (tokens + 1) / 2
 
-    def of_row(self, places: Sequence[int]) -> tuple[int, float]:
-        """(tokens, cost) of the tree of the samples at these places."""
+    def row_cost(self, places: Sequence[int]) -> float:
+        """Of the tree of the samples at these places."""
         if not places:
-            return 0, 0.0
+            return 0.0
         at = np.sort(np.asarray(places))
         shared = np.array([0] + [self.shared[a + 1 : b + 1].min() for a, b in itertools.pairwise(at)])
-        lengths = self.lengths[at]
-        return int((lengths - shared).sum()), float((self.cost(lengths) - self.cost(shared)).sum())
+        return float((self.cost(self.lengths[at]) - self.cost(shared)).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +95,10 @@ def plan_rows(
     least_rows = _round_up(max(1, -(-num_tokens // tokens_per_row)), data_parallel_size)
     plans = []
     # First nothing is cut that fits; on one rank there is nothing to balance.
-    for size in (np.inf, *PIECE_SIZES) if data_parallel_size > 1 else (np.inf,):
-        pieces = _pieces(forest, tokens_per_row, size * cost / least_rows)
+    for size in (None, *PIECE_SIZES) if data_parallel_size > 1 else (None,):
+        pieces = whole if size is None else _pieces(forest, tokens_per_row, size * cost / least_rows)
         rows = _fill_rows(pieces, tokens_per_row=tokens_per_row, multiple=data_parallel_size)
-        costs = [forest.of_row(row)[1] for row in rows]
+        costs = [forest.row_cost(row) for row in rows]
         ranks = _spread_over_ranks(costs, data_parallel_size)
         plans.append(
             RowPlan(
