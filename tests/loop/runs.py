@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,25 @@ def _belongs(other: psutil.Process, process: subprocess.Popen) -> bool:
 def _files(process: subprocess.Popen) -> list[str]:
     assert isinstance(process.args, list)
     return [part for part in process.args if str(part).endswith(".yaml")] or ["\0"]
+
+
+def await_step(run_folder: Path, step: int, *, timeout_s: float = 200) -> None:
+    """Until the step is in metrics.jsonl: its checkpoint, if it has one, is being written at that moment."""
+    deadline, path = time.monotonic() + timeout_s, run_folder / "metrics.jsonl"
+    while True:
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        if any(json.loads(line)["step"] >= step for line in lines if line.endswith("\n")):
+            return
+        assert time.monotonic() < deadline, f"step {step} did not come"
+        time.sleep(0.01)
+
+
+def kill_one(launcher: int, title: str) -> None:
+    """End one of the launcher's processes, whose title holds this, as a machine that is out of memory would."""
+    family = psutil.Process(launcher).children(recursive=True)
+    alive = [member for member in family if member.status() != psutil.STATUS_ZOMBIE]
+    victim = next(member for member in alive if any(title in part for part in member.cmdline()))
+    victim.send_signal(signal.SIGKILL)
 
 
 def metrics(run_folder: Path) -> list[dict[str, Any]]:

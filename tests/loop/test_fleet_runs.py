@@ -1,13 +1,10 @@
 """Whole runs with a real fleet: the trainer's log-probs equal the engine's, and a replica may die at any moment."""
 
-import signal
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from runs import assert_nothing_left, kill_tree, metrics, run, start, write_config
+from runs import assert_nothing_left, await_step, kill_one, kill_tree, metrics, run, start, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.recorder import read_trajectories
@@ -85,10 +82,10 @@ def test_a_dead_replica_is_replaced_and_its_episodes_are_played_again(tmp_path: 
     )
     process = start("train", config)
     try:
-        _await_step(tmp_path / "run", 1)
-        _kill_one(process.pid, "VLLM::EngineCore")
-        _await_step(tmp_path / "run", 3)
-        _kill_one(process.pid, "ray::ReplicaEngine")
+        await_step(tmp_path / "run", 1)
+        kill_one(process.pid, "VLLM::EngineCore")
+        await_step(tmp_path / "run", 3)
+        kill_one(process.pid, "ray::ReplicaEngine")
         output, _ = process.communicate(timeout=240)
     finally:
         kill_tree(process)
@@ -101,22 +98,6 @@ def test_a_dead_replica_is_replaced_and_its_episodes_are_played_again(tmp_path: 
         assert record["env_failed_frac"] == 0
         assert record["staleness_max"] == 0
         assert record["logprob_gap_mean"] < GAP_LIMIT["fp32"]
-
-
-def _await_step(run_folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 200
-    while True:
-        if (run_folder / "metrics.jsonl").exists() and any(r["step"] >= step for r in metrics(run_folder)):
-            return
-        assert time.monotonic() < deadline, f"step {step} did not come"
-        time.sleep(0.05)
-
-
-def _kill_one(launcher: int, title: str) -> None:
-    family = psutil.Process(launcher).children(recursive=True)
-    alive = [member for member in family if member.status() != psutil.STATUS_ZOMBIE]
-    victim = next(member for member in alive if any(title in part for part in member.cmdline()))
-    victim.send_signal(signal.SIGKILL)
 
 
 def test_groups_of_equal_returns_are_replaced_and_greedy_episodes_are_played(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
 """Whole runs whose next episodes are played while they train: which weights play what, and nothing else changes."""
 
-import json
-import time
 from pathlib import Path
 
 import pytest
 from recording import record_episodes
-from runs import assert_nothing_left, kill_tree, metrics, run, run_any, start, write_config
+from runs import assert_nothing_left, await_step, kill_one, kill_tree, metrics, run, run_any, start, write_config
 
 from megatron_agent.data import RowIterator, load_rows
 from megatron_agent.errors import DataError
@@ -155,13 +153,11 @@ def test_each_step_trains_on_episodes_of_the_weights_before_the_newest(tmp_path:
 
 
 def test_a_replica_dies_while_the_trainer_works(tmp_path: Path) -> None:
-    from test_fleet_runs import _kill_one
-
     config = fleet_config(tmp_path, steps=5, replicas=2, prompts_per_step=8, group_size=16)
     process = start("train", config)
     try:
         await_step(tmp_path / "run", 2)
-        _kill_one(process.pid, "ray::ReplicaEngine")
+        kill_one(process.pid, "ray::ReplicaEngine")
         output, _ = process.communicate(timeout=240)
     finally:
         kill_tree(process)
@@ -177,15 +173,3 @@ def test_a_replica_dies_while_the_trainer_works(tmp_path: Path) -> None:
         versions = {own.policy_version for own in episode.steps}
         assert len(versions) == 1, "an episode is played by one version of the weights"
         assert phase != "train" or versions <= {step - 1, step - 2}
-
-
-def await_step(run_folder: Path, step: int) -> None:
-    """Until the step is in metrics.jsonl."""
-    deadline = time.monotonic() + 200
-    while True:
-        path = run_folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        if any(json.loads(line)["step"] >= step for line in lines if line.endswith("\n")):
-            return
-        assert time.monotonic() < deadline, f"step {step} did not come"
-        time.sleep(0.02)

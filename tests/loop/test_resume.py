@@ -1,12 +1,11 @@
 """A run that was killed and started again takes the same updates as one that was not, bit for bit."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 from recording import record_episodes
-from runs import kill_tree, metrics, run, start, write_config
+from runs import await_step, kill_tree, metrics, run, start, write_config
 
 STEPS = 5
 UPDATE_METRICS = ("loss", "policy_loss", "grad_norm", "entropy", "ratio_mean", "clip_frac", "return_mean")
@@ -55,7 +54,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(folder: Path) -> None:
     config = _config(folder, "killed")
     for step in (1, 3):
         process = start("train", config)
-        _await_step(folder / "killed" / "run", step)
+        await_step(folder / "killed" / "run", step, timeout_s=120)
         kill_tree(process)
     assert _last_step(folder / "killed" / "run") < STEPS, "the run was over before it could be killed"
     run("train", config)
@@ -67,14 +66,6 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(folder: Path) -> None:
         }
     assert all("value_loss" in record for record in resumed[1:])
     assert all("loss" in record for record in resumed[2:]), "the policy is trained from the second step on"
-
-
-def _await_step(run_folder: Path, step: int) -> None:
-    """Until the step is in metrics.jsonl: its checkpoint is being written at that moment."""
-    deadline = time.monotonic() + 120
-    while _last_step(run_folder) < step:
-        assert time.monotonic() < deadline, f"step {step} did not come"
-        time.sleep(0.01)
 
 
 def _last_step(run_folder: Path) -> int:
