@@ -23,7 +23,8 @@ The value is the larger of the cases'. Prints a table, and one JSON object as th
 import argparse
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import psutil
@@ -92,9 +93,10 @@ def run_case(case: dict[str, Any], arguments: argparse.Namespace) -> tuple[list[
         "algorithm": {"correction": {"tis": "token"}},
         "optimizer": {"lr": 1e-12},
     }
-    with single_rank_session(for_training=True, **sections) as session:
+    with ExitStack() as stack:
+        session = stack.enter_context(single_rank_session(for_training=True, **sections))
         if not arguments.no_pin:
-            give_cores_of_their_own(arguments.threads)
+            stack.enter_context(cores_of_their_own(arguments.threads))
         done = start(session)
         in_turn = steps(session, range(done + 1, done + 2 + arguments.steps), overlap=False)
         done += len(in_turn)
@@ -119,15 +121,24 @@ def steps(session: Session, numbers: range, *, overlap: bool) -> list[Metrics]:
     return [train_step(session, number) for number in numbers]
 
 
-def give_cores_of_their_own(threads: int) -> None:
-    """This process, which is the trainer, to the first cores; all that it has started to the next."""
+@contextmanager
+def cores_of_their_own(threads: int) -> Iterator[None]:
+    """This process, which is the trainer, on the first cores; all that it has started on the next.
+
+    Afterwards this process has all its cores again: the next case's fleet would have only the trainer's otherwise.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2 * threads:
         print(f"{len(cores)} cores are not enough for {threads} of trainer and fleet each: they share them", flush=True)
+        yield
         return
     own = psutil.Process()
     set_cores([own], cores[:threads])
     set_cores(own.children(recursive=True), cores[threads : 2 * threads])
+    try:
+        yield
+    finally:
+        set_cores([own], cores)
 
 
 def set_cores(processes: Iterable[psutil.Process], cores: list[int]) -> None:

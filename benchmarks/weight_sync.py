@@ -1,9 +1,10 @@
 """Claim: one weight sync of SmolLM2-135M in fp32 (538 MB) into one vLLM replica takes at most 3 copies of these bytes.
 
-    python benchmarks/weight_sync.py [--model smollm2] [--dtype fp32] [--cases 1x1 2x1 1x2] [--repeats 5]
+    python benchmarks/weight_sync.py [--dtype fp32] [--cases 1x1 2x1 1x1:qwen3_132m 1x2:qwen3_132m] [--repeats 5]
 
-A case is REPLICASxTENSOR: replicas of the fleet, tensor-parallel trainer ranks. Trainer, fleet and transport are those
-of a run. A sync counts "all in", from the call of the sender until the replicas serve again, and the median of the
+A case is REPLICASxTENSOR[:MODEL]: replicas of the fleet, tensor-parallel trainer ranks, and smollm2 unless another model
+is named. SmolLM2's 9 heads cannot be split in two, so the cases of two ranks take a random Qwen3 of the same size.
+Trainer, fleet and transport are those of a run. A sync counts "all in", from the call of the sender until the replicas serve again, and the median of the
 repeats counts; every one brings other values in all tensors. The copy is one `copy_` between two tensors that are in
 memory already, best of 5, with the threads that the trainer has. Then `sync.delta`, with nothing and with everything
 changed.
@@ -28,11 +29,26 @@ from typing import Any
 GOAL = 3.0
 MODELS = {
     "smollm2": {"path": "models/smollm2", "builder": {"name": "smollm2"}},
+    "qwen3_132m": {
+        "path": "models/qwen3_132m",
+        "builder": {
+            "name": "tiny_qwen3",
+            "args": {
+                "hidden_size": 768,
+                "num_layers": 21,
+                "num_heads": 12,
+                "num_kv_heads": 4,
+                "head_dim": 64,
+                "intermediate_size": 2048,
+            },
+        },
+    },
     "quickstart": {
         "path": "models/quickstart",
         "builder": {"name": "tiny_qwen3", "args": {"initializer_range": 0.125}},
     },
 }
+CASES = ["1x1", "2x1", "1x1:qwen3_132m", "1x2:qwen3_132m"]
 ROWS = {
     "total": "all in",
     "begin": "replicas healthy, idle, out of service",
@@ -101,10 +117,12 @@ def main() -> None:
     for case, result in measured.items():
         print_table(case, result, options)
     first = measured[options.cases[0]]
-    copies = {case: round(result["syncs"]["full"]["total"] / first["copy_s"], 1) for case, result in measured.items()}
+    copies = {
+        case: round(result["syncs"]["full"]["total"] / result["copy_s"], 1) for case, result in measured.items()
+    }
     result = {
-        "claim": f"memory copies that one weight sync takes: {options.model} {options.dtype}, "
-        f"{first['num_bytes'] / 1e6:.0f} MB, replicas x tensor ranks {options.cases[0]}",
+        "claim": f"memory copies that one weight sync takes: {options.dtype}, {first['num_bytes'] / 1e6:.0f} MB, "
+        f"replicas x tensor ranks {options.cases[0]}",
         "value": copies[options.cases[0]],
         "goal": GOAL,
         "better": "lower",
@@ -120,9 +138,8 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--cases", nargs="+", default=["1x1", "2x1", "1x2"], metavar="REPLICASxTENSOR")
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="REPLICASxTENSOR[:MODEL]")
     parser.add_argument("--bucket-mib", type=int, help="sync.bucket_mib, by default that of a run")
     parser.add_argument("--verify", action="store_true", help="with checksums of every tensor (sync.verify)")
     parser.add_argument("--repeats", type=int, default=5)
@@ -130,12 +147,19 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def parse_case(case: str) -> tuple[int, int, str]:
+    """(replicas, tensor-parallel ranks, model) of REPLICASxTENSOR[:MODEL]."""
+    sizes, _, model = case.partition(":")
+    replicas, tensor = map(int, sizes.split("x"))
+    return replicas, tensor, model or "smollm2"
+
+
 def start_case(case: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one case on its own ranks, as `megatron-agent train` starts them."""
     from launch.local import run_ranks
     from megatron_agent.config import ExperimentConfig
 
-    replicas, tensor = map(int, case.split("x"))
+    replicas, tensor, model = parse_case(case)
     sync: dict[str, Any] = {"verify": options.verify}
     if options.bucket_mib:
         sync["bucket_mib"] = options.bucket_mib
@@ -144,7 +168,7 @@ def start_case(case: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config: dict[str, Any] = {
             "run": {"name": "benchmark", "dir": folder},
-            "model": {**MODELS[options.model], "dtype": options.dtype},
+            "model": {**MODELS[model], "dtype": options.dtype},
             "data": {"train": "megatron_agent.envs.arithmetic:rows", "train_args": {"num_rows": 1}},
             "rollout": {"max_model_len": 1024, "max_concurrent_episodes": 32, "replicas": replicas},
             "parallel": {"tensor": tensor},
@@ -285,9 +309,9 @@ def copy_seconds(num_bytes: int) -> float:
 
 
 def print_table(case: str, result: dict[str, Any], options: argparse.Namespace) -> None:
-    replicas, tensor = case.split("x")
+    replicas, tensor, model = parse_case(case)
     syncs, copy_s = result["syncs"], result["copy_s"]
-    print(f"\n{options.model} {options.dtype}, {result['num_bytes'] / 1e6:.0f} MB, {replicas} replica(s), TP {tensor}; "
+    print(f"\n{model} {options.dtype}, {result['num_bytes'] / 1e6:.0f} MB, {replicas} replica(s), TP {tensor}; "
           f"one memory copy {copy_s:.3f} s")  # fmt: skip
     print(f"{'median seconds':20s}" + "".join(f"{name:>27s}" for name in syncs))
     for row, meaning in ROWS.items():
