@@ -9,6 +9,7 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
+ENVS_LOCK := requirements/envs.lock
 PIP_VERSION := 25.3
 PIP_FLAGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -16,12 +17,13 @@ BENCHMARKS := tokens planner logprobs train_step weight_sync rollout step credit
 CONFIG ?= yaml_configs/quickstart.yaml
 ARGS ?=
 
-.PHONY: help run test lint format bench docs clean
+.PHONY: help run test envs lint format bench docs clean
 
 help:
 	@echo "make run     train the quickstart agent        make lint    ruff, pyright"
 	@echo "make test    run the tests                     make format  let ruff rewrite the code"
 	@echo "make bench   run the benchmarks                make docs    write the generated pages, check all links"
+	@echo "make envs    install the optional environments (textworld, reasoning-gym, textarena, alfworld)"
 	@echo "make clean   remove .venv, runs, built models and caches"
 
 run: $(VENV)/.project-installed
@@ -29,6 +31,8 @@ run: $(VENV)/.project-installed
 
 test: $(VENV)/.project-installed
 	$(BIN)/python -m pytest $(ARGS)
+
+envs: $(VENV)/.envs-installed
 
 lint: $(VENV)/.project-installed
 	$(BIN)/ruff check .
@@ -77,4 +81,9 @@ $(VENV)/.lock-installed: $(LOCK) $(VENV)/.pip-installed
 # The build package is in the lock, so that nothing is fetched here.
 $(VENV)/.project-installed: pyproject.toml $(VENV)/.lock-installed
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+# Not without dependencies' own build tools: some of these packages are built here.
+$(VENV)/.envs-installed: $(ENVS_LOCK) $(VENV)/.project-installed
+	$(PIP) install --quiet --no-deps $(PIP_FLAGS) -r $(ENVS_LOCK)
 	touch $@

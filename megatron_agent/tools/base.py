@@ -1,6 +1,8 @@
 """BaseTool: one class with a typed `execute`; its JSON schema comes from the signature and the docstring."""
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
@@ -16,14 +18,35 @@ class ToolArgumentError(ValueError):
     """The model's arguments do not fit the signature; the text is what the model sees."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What `execute` may return where text alone is not enough."""
+
+    content: Any
+    """What the model reads: text as it is, objects and lists as JSON."""
+    reward: float = 0.0
+    """Added to the step's reward."""
+    ends_episode: bool = False
+    """True where this call was the last thing the agent does, as with an answer."""
+    info: dict[str, float] = field(default_factory=dict)
+    """Counters that are added to the step's."""
+
+
 class BaseTool:
     """Base of tools. A subclass sets `name` and writes `execute(self, ...)`, sync or async, with annotated parameters.
 
     The docstring of `execute` (or that of the class) is the description, and its `Args:` section describes the
     arguments. Whatever `execute` returns is shown to the model as text; what it raises becomes an error observation.
+    An episode has an instance of its own; `set_up` and `close` frame the episode.
     """
 
     name: ClassVar[str]
+
+    def set_up(self, row: Any) -> Any:
+        """Get ready for an episode on a dataset row (`data.Row`); sync or async."""
+
+    def close(self) -> Any:
+        """Release what the episode holds; called once, also after failures; sync or async."""
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Do the work; subclasses give it named, annotated parameters."""
@@ -84,6 +107,6 @@ class BaseTool:
 TOOLS = {"calculator": "megatron_agent.tools.calculator:Calculator"}
 
 
-def make_tool(name: str) -> BaseTool:
-    """An instance of a registered tool or of `package.module:Class`."""
-    return resolve("tool", name, TOOLS)()
+def make_tool(name: str, arguments: Mapping[str, Any] | None = None) -> BaseTool:
+    """An instance of a registered tool or of `package.module:Class`, made with the keyword `arguments`."""
+    return resolve("tool", name, TOOLS)(**(arguments or {}))
