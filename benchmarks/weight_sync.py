@@ -2,9 +2,10 @@
 
     python benchmarks/weight_sync.py [--dtype fp32] [--cases 1x1 2x1 1x1:qwen3_132m 1x2:qwen3_132m] [--repeats 5]
 
-A case is REPLICASxTENSOR[:MODEL]: replicas of the fleet, tensor-parallel trainer ranks, and smollm2 unless another model
-is named. SmolLM2's 9 heads cannot be split in two, so the cases of two ranks take a random Qwen3 of the same size.
-Trainer, fleet and transport are those of a run. A sync counts "all in", from the call of the sender until the replicas serve again, and the median of the
+A case is REPLICASxTENSOR[:MODEL]: replicas of the fleet, tensor-parallel trainer ranks, and smollm2 unless another
+model is named. SmolLM2's 9 heads cannot be split in two, so the cases of two ranks take a random Qwen3 of the same
+size. Trainer, fleet and transport are those of a run. A sync counts "all in", from the call of the sender until the
+replicas serve again, and the median of the
 repeats counts; every one brings other values in all tensors. The copy is one `copy_` between two tensors that are in
 memory already, best of 5, with the threads that the trainer has. Then `sync.delta`, with nothing and with everything
 changed.
@@ -117,9 +118,7 @@ def main() -> None:
     for case, result in measured.items():
         print_table(case, result, options)
     first = measured[options.cases[0]]
-    copies = {
-        case: round(result["syncs"]["full"]["total"] / result["copy_s"], 1) for case, result in measured.items()
-    }
+    copies = {case: round(result["syncs"]["full"]["total"] / result["copy_s"], 1) for case, result in measured.items()}
     result = {
         "claim": f"memory copies that one weight sync takes: {options.dtype}, {first['num_bytes'] / 1e6:.0f} MB, "
         f"replicas x tensor ranks {options.cases[0]}",
