@@ -5,7 +5,7 @@ Unknown keys are errors. Downstream code trusts a validated ExperimentConfig and
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megatron_agent.config_algorithm import AlgorithmConfig
 from megatron_agent.config_types import (
@@ -64,6 +64,31 @@ class DataConfig(Section):
     """A new order each pass, from run.seed and the pass number."""
 
 
+class ToolConfig(Section):
+    name: str
+    """A registered tool or `package.module:Class`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of its constructor."""
+    timeout_s: PositiveFloat | None = None
+    """Wall time of one call; absent means rollout.tool_timeout_s."""
+    retries: NonNegativeInt = 0
+    """How often a call that raised or timed out is made again, each time with the whole time-out."""
+    max_concurrency: PositiveInt | None = None
+    """Calls of this tool that one runner (rollout.runners) makes at the same time; the others wait their turn."""
+    max_result_chars: PositiveInt | None = None
+    """Longer results keep their head and tail, with a note of what was left out between; absent means all of it."""
+    cost: NonNegativeFloat = 0.0
+    """Taken from the step's reward for every call that reached the tool."""
+
+
+def _named_tool(entry: Any) -> Any:
+    return {"name": entry} if isinstance(entry, str) else entry
+
+
+ToolEntry = Annotated[ToolConfig, BeforeValidator(_named_tool, json_schema_input_type=str | ToolConfig)]
+"""A tool in a list of tools: its name, or a section with its options."""
+
+
 class AgentConfig(Section):
     flow: str = "agent_env_loop"
     """Flow for rows without `agent_name`: `agent_env_loop`, `single_step` or `package.module:Class`."""
@@ -71,8 +96,9 @@ class AgentConfig(Section):
     """Environment name or `package.module:Class`; absent means `tool_env` when tools are given."""
     env_kwargs: dict[str, Any] = {}
     """Defaults for the environment's constructor; a row's `env_kwargs` override them key by key."""
-    tools: list[str] = []
-    """Tool names or `package.module:Class`, for `tool_env`."""
+    tools: list[ToolEntry] = []
+    """For `tool_env`: names, `package.module:Class`, or `{name, args, timeout_s, retries, max_concurrency,
+    max_result_chars, cost}`."""
     tool_format: str = "hermes"
     """How tool calls are written in the model's text."""
     reward: str | None = None

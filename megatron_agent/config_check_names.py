@@ -30,7 +30,7 @@ def check_agent_names(config: ExperimentConfig) -> Iterator[str]:
     """Flow, environment, tools and reward; registered or the user's own. Also the environment's arguments."""
     agent = config.agent
     named: list[tuple[str, str, tuple[str, str]]] = [("agent.flow", agent.flow, FLOWS)]
-    named += [(f"agent.tools[{index}]", name, TOOLS) for index, name in enumerate(agent.tools)]
+    named += [(f"agent.tools[{index}]", tool.name, TOOLS) for index, tool in enumerate(agent.tools)]
     if agent.env is not None:
         named.append(("agent.env", agent.env, ENVS))
     if agent.reward is not None:
@@ -44,10 +44,15 @@ def check_agent_names(config: ExperimentConfig) -> Iterator[str]:
             reference = known.get(name, name)
             # A row's own env_kwargs give what is missing here.
             yield from arguments_problem("agent.env_kwargs", reference, agent.env_kwargs, given_later=None)
+    for index, tool in enumerate(agent.tools):
+        reference = registry_entries(*TOOLS).get(tool.name, tool.name)
+        if not name_problem("agent.tools", tool.name, registry_entries(*TOOLS)):
+            yield from arguments_problem(f"agent.tools[{index}].args", reference, tool.args, given_later=())
     if agent.tools and not has_tool_env(config):
         yield f"agent.tools are for the default environment, but agent.env is {agent.env}; remove one of the two"
-    if len(set(agent.tools)) < len(agent.tools):
-        yield f"agent.tools names a tool twice: {', '.join(agent.tools)}; keep one"
+    names = [tool.name for tool in agent.tools if not tool.args]
+    if len(set(names)) < len(names):
+        yield f"agent.tools names a tool twice: {', '.join(names)}; keep one"
 
 
 def name_problem(option: str, name: str, known: Iterable[str]) -> str | None:

@@ -45,7 +45,10 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, step: int) -> dict[str
     metrics |= {f"ended_{reason}_frac": count / len(trajectories) for reason, count in sorted(endings.items())}
     changes = Counter(step_.context_change for step_ in steps)
     metrics |= {f"context_{change.value}": float(changes[change]) for change in ContextChange if changes[change]}
-    for counter in ("tool_calls", "tool_errors", "bad_calls", "bad_actions", "cut_off"):
+    for counter in (
+        *("tool_calls", "tool_errors", "tool_retries", "bad_actions", "cut_off"),
+        *("bad_calls", "call_bad_json", "call_cut_off", "call_unknown_tool", "call_bad_arguments"),
+    ):
         if any(counter in step_.info for step_ in steps):
             metrics[counter] = float(sum(step_.info.get(counter, 0) for step_ in steps))
     parts = [_reward_parts(t) for t in scored]

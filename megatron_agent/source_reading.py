@@ -12,6 +12,9 @@ from megatron_agent.errors import did_you_mean
 LITERALS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp)
 """Expressions whose value nobody can call."""
 
+BASES_WITHOUT_CONSTRUCTOR = ("BaseTool", "AgentEnv")
+"""Classes that only derive from these, and have no constructor of their own, take no arguments."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
@@ -65,7 +68,10 @@ def reference_problem(reference: str) -> str | None:
 
 
 def parameters(reference: str) -> Parameters:
-    """The parameters of the function or class `package.module:name`, which exists."""
+    """The parameters of the function or class `package.module:name`, which exists.
+
+    A class takes those of its `make_all`, which makes several instances, or else those of its constructor.
+    """
     module, _, attribute = reference.partition(":")
     unknown = Parameters(names=(), required=(), defaults={}, takes_any=True)
     for node in _parse(module).body:
@@ -74,9 +80,12 @@ def parameters(reference: str) -> Parameters:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return _parameters_of(node, skip=0)
         if isinstance(node, ast.ClassDef):
-            for member in node.body:
-                if isinstance(member, ast.FunctionDef) and member.name == "__init__":
-                    return _parameters_of(member, skip=1)
+            methods = {member.name: member for member in node.body if isinstance(member, ast.FunctionDef)}
+            makes = methods.get("make_all", methods.get("__init__"))
+            if makes is not None:
+                return _parameters_of(makes, skip=1)
+            if all(isinstance(base, ast.Name) and base.id in BASES_WITHOUT_CONSTRUCTOR for base in node.bases):
+                return Parameters(names=(), required=(), defaults={}, takes_any=False)
     return unknown
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_agent import config_schema
-from megatron_agent.config import ExperimentConfig
+from megatron_agent.config import ExperimentConfig, ToolConfig
 from megatron_agent.config_check import INERT, check_config
 from megatron_agent.config_layout import fleet_gpus, trainer_layout
 from megatron_agent.config_loading import dump_config, load_config, option_paths
@@ -121,7 +121,7 @@ def test_base_chain(tmp_path):
     config = load_config(path, ["data.train_args.c=4"])
     assert (config.run.name, config.run.steps) == ("middle", 7)
     assert config.data.train_args == {"a": 1, "b": 3, "c": 4}  # mappings are merged key by key
-    assert config.agent.tools == ["search"]  # everything else is replaced
+    assert [tool.name for tool in config.agent.tools] == ["search"]  # everything else is replaced
 
 
 def test_mistake_in_a_base_names_the_base(tmp_path):
@@ -199,7 +199,7 @@ def test_overrides_go_over_the_file(experiment):
         ["run.steps=3", "agent.tools=[calculator]", "rollout.engine_args.max_num_seqs=4", "agent.system_prompt=a=b"],
     )
     assert config.run.steps == 3
-    assert config.agent.tools == ["calculator"]
+    assert config.agent.tools == [ToolConfig(name="calculator")]
     assert config.rollout.engine_args == {"max_num_seqs": 4}
     assert config.agent.system_prompt == "a=b"
 
@@ -455,6 +455,7 @@ def test_devices(experiment, overrides, expected):
         (["agent.flow=single_stp"], "agent.flow: there is no 'single_stp'"),
         (["agent.env=frozen_lak"], "did you mean 'frozen_lake'?"),
         (["agent.tools=[calculater]"], "agent.tools[0]: there is no 'calculater'"),
+        (["agent.tools=[{name: calculator, args: {digits: 3}}]"], "agent.tools[0].args.digits"),
         (["agent.tools=[calculator, calculator]"], "agent.tools names a tool twice"),
         (["agent.env=frozen_lake", "agent.tools=[calculator]"], "remove one of the two"),
         (

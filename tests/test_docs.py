@@ -313,7 +313,11 @@ def named_metrics(file: str, functions: list[str]) -> Iterator[str]:
             elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
                 keys = [node.slice]
             elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
-                keys = [*node.iter.elts]
+                keys = [
+                    key
+                    for entry in node.iter.elts
+                    for key in (entry.value.elts if isinstance(entry, ast.Starred) else [entry])
+                ]
             for key in keys:
                 if isinstance(key, ast.Constant) and isinstance(key.value, str):
                     yield key.value

@@ -46,7 +46,7 @@ class EnvStep:
 
 
 class AgentEnv:
-    """Base of environments. One instance lives for one episode; both methods may be `async`.
+    """Base of environments. One instance lives for one episode; the methods may be `async`.
 
     Synchronous ones run in a thread of the episode's own, so a slow one never holds up other episodes.
     """
@@ -59,7 +59,7 @@ class AgentEnv:
         """Apply an action."""
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """Release what the episode holds; called once, also after failures."""
 
 

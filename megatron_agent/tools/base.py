@@ -107,6 +107,12 @@ class BaseTool:
 TOOLS = {"calculator": "megatron_agent.tools.calculator:Calculator"}
 
 
-def make_tool(name: str, arguments: Mapping[str, Any] | None = None) -> BaseTool:
-    """An instance of a registered tool or of `package.module:Class`, made with the keyword `arguments`."""
-    return resolve("tool", name, TOOLS)(**(arguments or {}))
+def make_tools(name: str, arguments: Mapping[str, Any] | None = None) -> list[BaseTool]:
+    """The tools behind a registered name or a `package.module:Class`, made with the keyword `arguments`.
+
+    That is one instance, or what the class method `make_all(**arguments)` returns where the class has one: a server
+    has many tools.
+    """
+    tool_class = resolve("tool", name, TOOLS)
+    make_all = getattr(tool_class, "make_all", None)
+    return make_all(**(arguments or {})) if make_all is not None else [tool_class(**(arguments or {}))]

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from megatron_agent.errors import ConfigError
-from megatron_agent.tools.base import BaseTool, ToolArgumentError, make_tool
+from megatron_agent.tools.base import BaseTool, ToolArgumentError, make_tools
 from megatron_agent.tools.calculator import Calculator
 
 
@@ -248,12 +248,12 @@ def test_a_signature_without_schema_is_refused(signature):
 
 
 def test_tools_by_name_and_by_reference():
-    assert isinstance(make_tool("calculator"), Calculator)
-    assert isinstance(make_tool("megatron_agent.tools.calculator:Calculator"), Calculator)
+    assert isinstance(make_tools("calculator")[0], Calculator)
+    assert isinstance(make_tools("megatron_agent.tools.calculator:Calculator")[0], Calculator)
     with pytest.raises(ConfigError, match="did you mean 'calculator'"):
-        make_tool("calculatr")
+        make_tools("calculatr")
     with pytest.raises(ConfigError, match="cannot be imported"):
-        make_tool("no_such_package.tools:Tool")
+        make_tools("no_such_package.tools:Tool")
 
 
 @pytest.mark.parametrize(
